@@ -1,0 +1,121 @@
+"""Quantities with units: durations, counts and byte sizes are written once, with their unit.
+
+    2000 steps | 4M tokens | 1 epoch | 2%        a Duration
+    4M, 64K, 1.5B                                a count (decimal: K = 1,000)
+    512KiB, 2 GB                                 a byte size (KiB = 1,024, KB = 1,000)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+Unit = Literal["steps", "tokens", "epochs", "percent"]
+
+_COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_BYTES = {
+    "b": 1,
+    **{f"{p}b": 10 ** (3 * i) for i, p in enumerate("kmgt", start=1)},
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
+}
+_NUMBER = r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*"
+_DURATION = re.compile(_NUMBER + r"([kmbgtKMBGT]?)\s*(steps?|tokens?|epochs?|%)\s*$")
+_COUNT_TEXT = re.compile(_NUMBER + r"([kmbgtKMBGT]?)\s*$")
+_BYTES_TEXT = re.compile(_NUMBER + r"([kmgtKMGT]?[iI]?[bB])\s*$")
+
+
+def _number(text: str) -> float:
+    return float(text.replace("_", "").replace(",", ""))
+
+
+def parse_count(text: str | int | float) -> int:
+    """`4M` -> 4_000_000. Raises ValueError unless the result is a whole, non-negative number."""
+    if isinstance(text, bool):
+        raise ValueError("expected a count such as 4096, 64K or 1.5M")
+    match = _COUNT_TEXT.match(str(text))
+    if not match:
+        raise ValueError("expected a count such as 4096, 64K or 1.5M")
+    value = _number(match[1]) * _COUNT[match[2].lower()]
+    if not math.isfinite(value) or abs(value - round(value)) > 1e-6:
+        raise ValueError("expected a whole number")
+    return round(value)
+
+
+def parse_bytes(text: str | int) -> int:
+    """`512KiB` -> 524_288, `2 GB` -> 2_000_000_000; a bare integer is bytes."""
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _BYTES_TEXT.match(str(text))
+    if not match:
+        raise ValueError("expected a size with a unit, such as 512KiB or 2GB")
+    return round(_number(match[1]) * _BYTES[match[2].lower()])
+
+
+def format_count(value: float) -> str:
+    """15_700_000 -> `15.7M`: three significant digits, for people."""
+    for size, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def format_bytes(value: float) -> str:
+    """1_572_864 -> `1.50 MiB`."""
+    for power, suffix in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(value) >= 1024**power:
+            return f"{value / 1024**power:.2f} {suffix}"
+    return f"{value:.0f} B"
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training: `value` in `unit`. `percent` is a share of the whole run (0-100)."""
+
+    value: float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: object) -> Duration:
+        """Read `2000 steps`, `4M tokens`, `1 epoch` or `2%`; raises ValueError naming the forms."""
+        if isinstance(text, Duration):
+            return text
+        match = _DURATION.match(text) if isinstance(text, str) else None
+        if not match:
+            raise ValueError("expected a duration with a unit, such as `2000 steps`, `4M tokens`, `1 epoch` or `2%`")
+        unit: dict[str, Unit] = {"s": "steps", "t": "tokens", "e": "epochs", "%": "percent"}
+        value = _number(match[1]) * _COUNT[match[2].lower()]
+        kind = unit[match[3][0]]
+        if not math.isfinite(value) or (kind == "percent" and value > 100):
+            raise ValueError("expected a finite duration, and a percentage of at most 100%")
+        if kind in ("steps", "tokens") and value != int(value):
+            raise ValueError(f"expected a whole number of {kind}")
+        return cls(value, kind)
+
+    def steps(self, *, tokens_per_step: int, steps_per_epoch: float, total_steps: int | None = None) -> int:
+        """This duration in optimiser steps of the *global* batch, rounded up so that it is fully covered."""
+        if self.unit == "steps":
+            return int(self.value)
+        if self.unit == "tokens":
+            return math.ceil(self.value / tokens_per_step)
+        if self.unit == "epochs":
+            return math.ceil(self.value * steps_per_epoch - 1e-9)
+        if total_steps is None:
+            raise ValueError("a percentage needs the length of the run")
+        return round(total_steps * self.value / 100)
+
+    def __str__(self) -> str:
+        number = int(self.value) if self.value == int(self.value) else self.value
+        if self.unit == "percent":
+            return f"{number}%"
+        return f"{number} {self.unit if self.value != 1 else self.unit[:-1]}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )

@@ -1,0 +1,163 @@
+"""`RunConfig`: everything a run is, as one frozen, serialisable value.
+
+The planner, the verifier, the trainer, the checkpoint and the server read this same object. Every key has a
+default. Keys whose feature this version does not carry accept only the value that switches it off, so that
+nothing written in a file is ever silently ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from modelworks.config.model import Frozen, ModelConfig, Positive, Probability
+from modelworks.config.quantities import Duration
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+
+
+class SourceConfig(Frozen):
+    """One source of documents. `weight` is its share of the samples, relative to the other sources' weights."""
+
+    name: str
+    type: Literal["python-stdlib", "text", "jsonl", "parquet"]
+    path: str | list[str] | None = None  # files or globs; not for python-stdlib
+    field: str = "text"  # the column or JSON key that holds the text
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    # text: one document a file, or one a blank-line-separated paragraph block
+    split: Literal["file", "paragraph"] = "file"
+    invalid_utf8: Literal["error", "replace", "skip"] = "error"
+
+
+class MixtureChange(Frozen):
+    """From global sample index `at` on, sources are drawn with these weights."""
+
+    at: Annotated[int, Field(ge=0)]
+    weights: dict[str, NonNegative]
+
+
+class TokenizerTraining(Frozen):
+    """Train a tokeniser on the training split."""
+
+    train: Literal["bpe", "unigram"] = "bpe"
+    vocab_size: Annotated[int, Field(ge=258)] = 8192
+    sample: str = "64MB"  # at most so many bytes of text are used
+
+
+class DataConfig(Frozen):
+    sources: Annotated[list[SourceConfig], Field(min_length=1)] = [SourceConfig(name="code", type="python-stdlib")]
+    tokenizer: TokenizerTraining | str = TokenizerTraining()
+    seq_len: Positive = 256
+    packing: Literal["within-document", "across"] = "within-document"
+    validation: Duration = Duration(1, "percent")
+    mixture_changes: list[MixtureChange] = []
+    shuffle: bool = True
+    cache: str = "~/.cache/modelworks/data"
+    workers: Annotated[int, Field(ge=0)] = 0  # processes that tokenise; 0: one per core
+
+
+class LossScaleConfig(Frozen):
+    """Dynamic loss scaling, used by fp16 only."""
+
+    initial: Annotated[float, Field(gt=0.0)] = 65536.0
+    growth_interval: Positive = 2000
+
+
+class TrainConfig(Frozen):
+    duration: Duration = Duration(2000, "steps")
+    global_batch: Positive = 64  # sequences per optimiser step
+    micro_batch: Positive | Literal["auto"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "bf16-autocast", "fp16"] = "auto"
+    recompute: Literal["none", "selective", "full"] = "none"
+    compile: bool = False
+    grad_clip: Annotated[float, Field(gt=0.0)] | None = 1.0
+    grad_clip_norm: Annotated[float, Field(gt=0.0)] | Literal["inf"] = 2.0
+    z_loss: NonNegative = 0.0
+    label_smoothing: Probability = 0.0
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    log_every: Positive = 10  # steps between lines on the terminal; every step is recorded
+
+
+class ParameterGroup(Frozen):
+    """Overrides for parameters whose full name matches `pattern` (a glob). A pattern that matches nothing is an error."""
+
+    pattern: str
+    lr_multiplier: NonNegative | None = None
+    weight_decay: NonNegative | None = None
+
+
+class OptimizerConfig(Frozen):
+    name: Literal["adamw"] = "adamw"
+    lr: NonNegative = 3e-4
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    weight_decay: NonNegative = 0.1
+    # no decay for norms, biases and embeddings: globs over full parameter names
+    no_decay: list[str] = ["*norm.weight", "*.bias", "*embedding.weight"]
+    lr_scaling: Literal["none"] = "none"
+    groups: list[ParameterGroup] = []
+
+
+class ScheduleConfig(Frozen):
+    name: Literal["constant", "cosine", "linear", "wsd", "inverse-sqrt"] = "cosine"
+    warmup: Duration = Duration(2, "percent")
+    floor: Share = 0.1  # the last rate as a share of the peak
+    decay: Duration = Duration(20, "percent")  # wsd: the length of its last phase
+    decay_shape: Literal["linear", "one-minus-sqrt", "cosine"] = "one-minus-sqrt"  # wsd
+
+
+class ParallelConfig(Frozen):
+    """How the run is split. This version runs one process: every degree must be 1."""
+
+    dp_replicate: Literal[1] = 1
+    dp_shard: Literal[1] = 1
+    zero: Literal[0] = 0
+    tp: Literal[1] = 1
+    sequence_parallel: bool = True
+    cp: Literal[1] = 1
+    pp: Literal[1] = 1
+    ep: Literal[1] = 1
+
+
+class CheckpointConfig(Frozen):
+    model_config = ConfigDict(populate_by_name=True)
+    every: Duration | Literal["auto"] = "auto"
+    async_: Annotated[Literal[False], Field(alias="async")] = False
+    keep_last: Positive = 3
+    keep_every: Duration | None = None
+    storage: None = None
+
+
+class EvaluateConfig(Frozen):
+    every: Duration = Duration(500, "steps")
+    max_tokens: str | None = "512K"  # of the validation split, at each evaluation; null: all of it
+    tasks: list[str] = []  # lm-eval task names
+    tasks_every: Duration | None = None  # default: at the end only
+    tasks_limit: Positive | None = None
+    task_path: str | None = None  # local data of the tasks
+    samples: Annotated[int, Field(ge=0)] = 2
+    prompts: list[str] = []  # what samples start from; empty: beginnings of validation documents
+    best_metric: str = "val_loss"
+    best_mode: Literal["min", "max"] = "min"
+
+
+class HealthConfig(Frozen):
+    spikes: Literal["off"] = "off"
+
+
+class RunConfig(Frozen):
+    name: str = "my-run"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    model: ModelConfig
+    init_from: str | None = None
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    health: HealthConfig = HealthConfig()

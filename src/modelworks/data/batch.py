@@ -1,0 +1,53 @@
+"""`Batch`: what the model and the loss are given.
+
+Rows of tokens; within a row any number of documents may lie side by side. `positions` restart in each document
+when documents are packed apart (`data.packing: within-document`) and run through when they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All tensors are (rows, seq_len).
+
+    tokens: int64 ids. positions: int64, place of the token in its document. targets: int64, the next token.
+    loss_weights: float32, 0 where there is no target to learn (across a document boundary, padding).
+    document_ids: int32, equal within a row exactly where tokens may attend to each other.
+    source_*: the other side of an encoder-decoder, None for decoder-only models.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    targets: Tensor
+    loss_weights: Tensor
+    document_ids: Tensor
+    source_tokens: Tensor | None = None
+    source_positions: Tensor | None = None
+    source_document_ids: Tensor | None = None
+
+    @property
+    def n_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    def target_weight(self) -> Tensor:
+        """Sum of the loss weights: the denominator of the loss, a float64 scalar (exact for whole weights)."""
+        return self.loss_weights.sum(dtype=torch.float64)
+
+    def split(self, rows: int) -> Iterator[Batch]:
+        """Micro-batches of at most `rows` rows, in order."""
+        for start in range(0, self.n_rows, rows):
+            yield self._map(lambda tensor, start=start: tensor[start : start + rows])  # type: ignore[misc]
+
+    def to(self, device: torch.device | str) -> Batch:
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, change) -> Batch:  # type: ignore[no-untyped-def]
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if value is None else change(value) for name, value in values.items()})
