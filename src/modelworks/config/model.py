@@ -10,15 +10,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from modelworks.config.quantities import Whole
+
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[Whole, Field(gt=0, le=2**40)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Frozen(BaseModel):
     """Base of every config section: immutable, and a key that does not exist is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), validate_default=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        validate_default=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+    )
 
 
 class RopeScaling(Frozen):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import GetCoreSchemaHandler
+from pydantic import BeforeValidator, GetCoreSchemaHandler, PlainSerializer
 from pydantic_core import CoreSchema, core_schema
 
 Unit = Literal["steps", "tokens", "epochs", "percent"]
@@ -36,13 +36,13 @@ def _number(text: str) -> float:
 def parse_count(text: str | int | float) -> int:
     """`4M` -> 4_000_000. Raises ValueError unless the result is a whole, non-negative number."""
     if isinstance(text, bool):
-        raise ValueError("expected a count such as 4096, 64K or 1.5M")
+        raise ValueError("a count such as 4096, 64K or 1.5M")
     match = _COUNT_TEXT.match(str(text))
     if not match:
-        raise ValueError("expected a count such as 4096, 64K or 1.5M")
+        raise ValueError("a count such as 4096, 64K or 1.5M")
     value = _number(match[1]) * _COUNT[match[2].lower()]
     if not math.isfinite(value) or abs(value - round(value)) > 1e-6:
-        raise ValueError("expected a whole number")
+        raise ValueError("a whole number")
     return round(value)
 
 
@@ -52,8 +52,14 @@ def parse_bytes(text: str | int) -> int:
         return text
     match = _BYTES_TEXT.match(str(text))
     if not match:
-        raise ValueError("expected a size with a unit, such as 512KiB or 2GB")
+        raise ValueError("a size with a unit, such as 512KiB or 2GB")
     return round(_number(match[1]) * _BYTES[match[2].lower()])
+
+
+def exact_bytes(value: int) -> str:
+    """64_000_000 -> `64MB`, 524_288 -> `512KiB`: the shortest text that `parse_bytes` reads back exactly."""
+    units = ((10**9, "GB"), (1024**3, "GiB"), (10**6, "MB"), (1024**2, "MiB"), (10**3, "KB"), (1024, "KiB"), (1, "B"))
+    return min((f"{value // size}{unit}" for size, unit in units if value % size == 0), key=len)
 
 
 def format_count(value: float) -> str:
@@ -79,6 +85,8 @@ class Duration:
     value: float
     unit: Unit
 
+    expected: ClassVar[str] = "a duration with a unit, such as 2000 steps, 4M tokens, 1 epoch or 2%"
+
     @classmethod
     def parse(cls, text: object) -> Duration:
         """Read `2000 steps`, `4M tokens`, `1 epoch` or `2%`; raises ValueError naming the forms."""
@@ -86,14 +94,14 @@ class Duration:
             return text
         match = _DURATION.match(text) if isinstance(text, str) else None
         if not match:
-            raise ValueError("expected a duration with a unit, such as `2000 steps`, `4M tokens`, `1 epoch` or `2%`")
+            raise ValueError(cls.expected)
         unit: dict[str, Unit] = {"s": "steps", "t": "tokens", "e": "epochs", "%": "percent"}
         value = _number(match[1]) * _COUNT[match[2].lower()]
         kind = unit[match[3][0]]
         if not math.isfinite(value) or (kind == "percent" and value > 100):
-            raise ValueError("expected a finite duration, and a percentage of at most 100%")
+            raise ValueError("a finite duration, and a percentage of at most 100%")
         if kind in ("steps", "tokens") and value != int(value):
-            raise ValueError(f"expected a whole number of {kind}")
+            raise ValueError(f"a whole number of {kind}")
         return cls(value, kind)
 
     def steps(self, *, tokens_per_step: int, steps_per_epoch: float, total_steps: int | None = None) -> int:
@@ -119,3 +127,35 @@ class Duration:
         return core_schema.no_info_plain_validator_function(
             cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
+
+
+@dataclass(frozen=True)
+class Words:
+    """Attached to a type: what it accepts, as error messages and the reference page say it."""
+
+    text: str
+
+
+def _whole(value: object) -> object:
+    """Text such as `64K` and whole floats such as 1e6 become ints; the rest is left for pydantic to judge."""
+    if isinstance(value, bool):
+        raise ValueError("a whole number")
+    if isinstance(value, str) or (isinstance(value, float) and value >= 0):
+        return parse_count(value)
+    return value
+
+
+def _byte_size(value: object) -> int:
+    if not isinstance(value, (int, str)):
+        raise ValueError("a size with a unit, such as 512KiB or 2GB")
+    return parse_bytes(value)
+
+
+# Plain ints once validated. Whole: `4096`, `64K`, `1.5M`. ByteSize: `512KiB`, `2GB`, written back with its unit.
+Whole = Annotated[int, BeforeValidator(_whole)]
+ByteSize = Annotated[
+    int,
+    BeforeValidator(_byte_size),
+    PlainSerializer(exact_bytes),
+    Words("a size with a unit, such as 512KiB or 2GB"),
+]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field, field_validator
 
 from modelworks.config.model import Frozen, ModelConfig, Positive, Probability
-from modelworks.config.quantities import Duration
+from modelworks.config.named_models import expand_model
+from modelworks.config.quantities import ByteSize, Duration, Whole
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -34,7 +35,7 @@ class SourceConfig(Frozen):
 class MixtureChange(Frozen):
     """From global sample index `at` on, sources are drawn with these weights."""
 
-    at: Annotated[int, Field(ge=0)]
+    at: Annotated[Whole, Field(ge=0)]
     weights: dict[str, NonNegative]
 
 
@@ -42,8 +43,8 @@ class TokenizerTraining(Frozen):
     """Train a tokeniser on the training split."""
 
     train: Literal["bpe", "unigram"] = "bpe"
-    vocab_size: Annotated[int, Field(ge=258)] = 8192
-    sample: str = "64MB"  # at most so many bytes of text are used
+    vocab_size: Annotated[Whole, Field(ge=258)] = 8192
+    sample: ByteSize = 64_000_000  # at most so many bytes of text are used
 
 
 class DataConfig(Frozen):
@@ -55,7 +56,7 @@ class DataConfig(Frozen):
     mixture_changes: list[MixtureChange] = []
     shuffle: bool = True
     cache: str = "~/.cache/modelworks/data"
-    workers: Annotated[int, Field(ge=0)] = 0  # processes that tokenise; 0: one per core
+    workers: Annotated[Whole, Field(ge=0)] = 0  # processes that tokenise; 0: one per core
 
 
 class LossScaleConfig(Frozen):
@@ -123,7 +124,6 @@ class ParallelConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    model_config = ConfigDict(populate_by_name=True)
     every: Duration | Literal["auto"] = "auto"
     async_: Annotated[Literal[False], Field(alias="async")] = False
     keep_last: Positive = 3
@@ -133,12 +133,12 @@ class CheckpointConfig(Frozen):
 
 class EvaluateConfig(Frozen):
     every: Duration = Duration(500, "steps")
-    max_tokens: str | None = "512K"  # of the validation split, at each evaluation; null: all of it
+    max_tokens: Annotated[Whole, Field(gt=0)] | None = 512_000  # of the validation split, at each evaluation; null: all of it
     tasks: list[str] = []  # lm-eval task names
     tasks_every: Duration | None = None  # default: at the end only
     tasks_limit: Positive | None = None
     task_path: str | None = None  # local data of the tasks
-    samples: Annotated[int, Field(ge=0)] = 2
+    samples: Annotated[Whole, Field(ge=0)] = 2
     prompts: list[str] = []  # what samples start from; empty: beginnings of validation documents
     best_metric: str = "val_loss"
     best_mode: Literal["min", "max"] = "min"
@@ -150,7 +150,7 @@ class HealthConfig(Frozen):
 
 class RunConfig(Frozen):
     name: str = "my-run"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     model: ModelConfig
     init_from: str | None = None
     data: DataConfig = DataConfig()
@@ -161,3 +161,8 @@ class RunConfig(Frozen):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     health: HealthConfig = HealthConfig()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _named_model(cls, value: object) -> object:
+        return expand_model(value)

@@ -1,0 +1,90 @@
+"""What a run is: one frozen, validated value (`RunConfig`) and the shape of its model (`ModelConfig`). No torch.
+
+Names are imported on first use, so that `modelworks --help` pays for none of them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modelworks.config.counts import (
+        FlopCount as FlopCount,
+        ParameterCount as ParameterCount,
+        count_parameters as count_parameters,
+        parameter_shapes as parameter_shapes,
+        training_flops_per_token as training_flops_per_token,
+    )
+    from modelworks.config.errors import (
+        ConfigError as ConfigError,
+        Problem as Problem,
+        UserError as UserError,
+        nearest as nearest,
+    )
+    from modelworks.config.load import (
+        dump_yaml as dump_yaml,
+        load_run_config as load_run_config,
+        parse_run_config as parse_run_config,
+    )
+    from modelworks.config.model import ModelConfig as ModelConfig, RopeScaling as RopeScaling
+    from modelworks.config.named_models import preset as preset, presets as presets
+    from modelworks.config.quantities import (
+        Duration as Duration,
+        format_bytes as format_bytes,
+        format_count as format_count,
+        parse_bytes as parse_bytes,
+        parse_count as parse_count,
+    )
+    from modelworks.config.run import (
+        CheckpointConfig as CheckpointConfig,
+        DataConfig as DataConfig,
+        EvaluateConfig as EvaluateConfig,
+        HealthConfig as HealthConfig,
+        LossScaleConfig as LossScaleConfig,
+        MixtureChange as MixtureChange,
+        OptimizerConfig as OptimizerConfig,
+        ParallelConfig as ParallelConfig,
+        ParameterGroup as ParameterGroup,
+        RunConfig as RunConfig,
+        ScheduleConfig as ScheduleConfig,
+        SourceConfig as SourceConfig,
+        TokenizerTraining as TokenizerTraining,
+        TrainConfig as TrainConfig,
+    )
+
+_OFFERS = {
+    "counts": ["FlopCount", "ParameterCount", "count_parameters", "parameter_shapes", "training_flops_per_token"],
+    "errors": ["ConfigError", "Problem", "UserError", "nearest"],
+    "load": ["dump_yaml", "load_run_config", "parse_run_config"],
+    "model": ["ModelConfig", "RopeScaling"],
+    "named_models": ["preset", "presets"],
+    "quantities": ["Duration", "format_bytes", "format_count", "parse_bytes", "parse_count"],
+    "run": [
+        "CheckpointConfig",
+        "DataConfig",
+        "EvaluateConfig",
+        "HealthConfig",
+        "LossScaleConfig",
+        "MixtureChange",
+        "OptimizerConfig",
+        "ParallelConfig",
+        "ParameterGroup",
+        "RunConfig",
+        "ScheduleConfig",
+        "SourceConfig",
+        "TokenizerTraining",
+        "TrainConfig",
+    ],
+}
+_HOME = {name: module for module, names in _OFFERS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

@@ -1,0 +1,110 @@
+"""What a configuration key accepts, in plain words, read from its type.
+
+One description serves the error messages and the reference page, so that neither can drift from the code.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from modelworks.config.quantities import Duration, Words
+
+
+def describe_field(field: FieldInfo) -> str:
+    """What a field accepts: `a whole number above 0 or auto`."""
+    return _describe(field.annotation, list(field.metadata))
+
+
+def describe_type(annotation: Any) -> str:
+    return _describe(annotation, [])
+
+
+def field_key(name: str, field: FieldInfo) -> str:
+    """The key as written in a file (`async` for the attribute `async_`)."""
+    return field.alias or name
+
+
+def section_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Key as written -> field."""
+    return {field_key(name, field): field for name, field in section.model_fields.items()}
+
+
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The config sections that a type may hold, directly or as one of a union or the item of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        if isinstance(argument, type) or get_args(argument):
+            yield from sections_in(argument)
+
+
+def literal_values(annotation: Any) -> list[Any]:
+    """The fixed values that a type allows, e.g. `auto`."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [value for argument in get_args(annotation) for value in literal_values(argument)]
+
+
+def _describe(annotation: Any, metadata: list[Any]) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    words = next((item.text for item in metadata if isinstance(item, Words)), None)
+    if words:
+        return words
+    if origin is Annotated:
+        return _describe(arguments[0], [*arguments[1:], *metadata])
+    if origin in (Union, types.UnionType):
+        parts = [_describe(argument, metadata if argument in (int, float) else []) for argument in arguments]
+        return " or ".join(parts)
+    if origin is Literal:
+        return _choice([str(value).lower() if isinstance(value, bool) else str(value) for value in arguments])
+    if origin is list:
+        return f"a list of {_plural(_describe(arguments[0], []))}"
+    if origin is tuple:
+        return f"a list of {len(arguments)} values, each {_describe(arguments[0], [])}"
+    if origin is dict:
+        return f"a mapping of {_plural(_describe(arguments[0], []))} to {_describe(arguments[1], [])}"
+    if annotation in (int, float):
+        return ("a whole number" if annotation is int else "a number") + _bounds(metadata)
+    simple = {bool: "true or false", str: "text", type(None): "null", Duration: Duration.expected}
+    if annotation in simple:
+        return simple[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a mapping"
+    return str(annotation)
+
+
+def _choice(values: list[str]) -> str:
+    return f"only {values[0]} in this version" if len(values) == 1 else "one of " + ", ".join(values)
+
+
+def _plural(text: str) -> str:
+    return {"a mapping": "mappings", "text": "texts"}.get(text, text)
+
+
+def _bounds(metadata: list[Any]) -> str:
+    low: str | None = None
+    high: str | None = None
+    for item in _flatten(metadata):
+        if isinstance(item, Gt):
+            low = f"above {item.gt:g}"
+        elif isinstance(item, Ge):
+            low = f"of at least {item.ge:g}"
+        elif isinstance(item, Lt):
+            high = f"below {item.lt:g}"
+        elif isinstance(item, Le):
+            high = f"at most {item.le:,}"
+    return "".join(f"{joint}{bound}" for joint, bound in zip((" ", " and "), filter(None, (low, high)), strict=False))
+
+
+def _flatten(metadata: list[Any]) -> Iterator[Any]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from item.metadata
+        else:
+            yield item
