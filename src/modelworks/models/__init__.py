@@ -1,0 +1,54 @@
+"""Models: one transformer over shared layers, its families' name maps, attention contexts and generation.
+
+Names are loaded on first use, so that importing this room does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modelworks.models.context import AttentionContext as AttentionContext
+    from modelworks.models.context import CachedContext as CachedContext
+    from modelworks.models.context import CausalContext as CausalContext
+    from modelworks.models.context import DocumentContext as DocumentContext
+    from modelworks.models.dropout import DropoutKey as DropoutKey
+    from modelworks.models.families import NameEntry as NameEntry
+    from modelworks.models.families import canonical_name as canonical_name
+    from modelworks.models.families import from_hugging_face as from_hugging_face
+    from modelworks.models.families import name_map as name_map
+    from modelworks.models.families import to_hugging_face as to_hugging_face
+    from modelworks.models.generate import Sampling as Sampling
+    from modelworks.models.generate import generate as generate
+    from modelworks.models.initialization import initial_values as initial_values
+    from modelworks.models.initialization import initialize as initialize
+    from modelworks.models.recompute import activation_bytes as activation_bytes
+    from modelworks.models.transformer import Transformer as Transformer
+
+_HOME = {
+    "AttentionContext": "context",
+    "CachedContext": "context",
+    "CausalContext": "context",
+    "DocumentContext": "context",
+    "DropoutKey": "dropout",
+    "NameEntry": "families",
+    "Sampling": "generate",
+    "Transformer": "transformer",
+    "activation_bytes": "recompute",
+    "canonical_name": "families",
+    "from_hugging_face": "families",
+    "generate": "generate",
+    "initial_values": "initialization",
+    "initialize": "initialization",
+    "name_map": "families",
+    "to_hugging_face": "families",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,105 @@
+"""The decoder-only transformer that every family is a setting of (Vaswani et al. 2017; Radford et al. 2019).
+
+    tokens -> embedding (+ learned positions) -> blocks -> final norm -> hidden -> head -> logits
+    block:   pre   x + attention(norm(x));  x + feed_forward(norm(x))
+             post  norm(x + attention(x));  norm(x + feed_forward(x))
+
+One module serves training and generation: what differs is the attention context passed in. It is single-device and
+never communicates. Weights are left unset on construction; `initialize` or a checkpoint fills them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modelworks.config import ModelConfig
+from modelworks.models.context import AttentionContext
+from modelworks.models.dropout import EMBEDDING_LAYER, dropout
+from modelworks.models.layers.attention import Attention, Rotation
+from modelworks.models.layers.embedding import Embedding
+from modelworks.models.layers.feed_forward import FeedForward
+from modelworks.models.layers.norms import build_norm
+from modelworks.models.layers.packed import Linear, pack_storage
+from modelworks.models.layers.rotary import RotaryPositions
+from modelworks.models.recompute import Recompute, run_block
+
+
+class Transformer(nn.Module):
+    """A language model of the shape `config`. Built under any default dtype and device, `meta` included."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute: Recompute = "none"
+        self.embedding = Embedding(config.vocab_size, config.d_model)
+        learned = config.positions == "learned"
+        self.position_embedding = Embedding(config.max_seq_len, config.d_model) if learned else None
+        self.rotary = RotaryPositions(config) if config.positions == "rope" else None
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.final_norm = build_norm(config)
+        self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Hidden states after the final norm, (rows, length, d_model).
+
+        tokens, positions: int64 (rows, length); a position counts from the start of the token's own document.
+        context: which tokens see which; see `modelworks.models.context`.
+        """
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        if self.training:
+            x = dropout(x, self.config.dropout, context.dropout, EMBEDDING_LAYER, "embedding")
+        rotation = self.rotary(positions, x.dtype) if self.rotary is not None else None
+        for block in self.blocks:
+            x = run_block(block, self.recompute, x, rotation, context)
+        return self.final_norm(x)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., d_model) -> (..., vocab_size), in the dtype of `hidden`."""
+        return F.linear(hidden, self.head_weight())
+
+    def head_weight(self) -> Tensor:
+        """The output projection (vocab_size, d_model): the embedding's own weight where they are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def set_recompute(self, recompute: Recompute) -> None:
+        """What blocks keep for the backward pass: everything, products only (`selective`), or their input (`full`)."""
+        self.recompute = recompute
+
+    def pack_storage(self) -> None:
+        """Lay fused weights back to back, so that inference never copies them. Do it after moving or casting."""
+        for block in self.blocks:
+            attention, feed_forward = block.attention, block.feed_forward
+            pack_storage((attention.q, attention.k, attention.v))  # type: ignore[union-attr, arg-type]
+            if feed_forward.gate is not None:  # type: ignore[union-attr]
+                pack_storage((feed_forward.gate, feed_forward.up))  # type: ignore[union-attr, arg-type]
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each with its norm and (unless switched off) its residual connection."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.pre_norm = config.norm_position == "pre"
+        self.residual = config.residual
+        self.dropout = config.dropout
+        self.attention_norm = build_norm(config)
+        self.attention = Attention(config, layer)
+        self.feed_forward_norm = build_norm(config)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, context: AttentionContext) -> Tensor:
+        inner = self.attention_norm(x) if self.pre_norm else x
+        x = self._join(x, self.attention(inner, rotation, context), context, "attention")
+        x = x if self.pre_norm else self.attention_norm(x)
+        inner = self.feed_forward_norm(x) if self.pre_norm else x
+        x = self._join(x, self.feed_forward(inner), context, "feed_forward")
+        return x if self.pre_norm else self.feed_forward_norm(x)  # type: ignore[no-any-return]
+
+    def _join(self, x: Tensor, change: Tensor, context: AttentionContext, site: str) -> Tensor:
+        if self.training:
+            change = dropout(change, self.dropout, context.dropout, self.layer, site)
+        return x + change if self.residual else change
