@@ -1,0 +1,39 @@
+"""Optimisers, schedules and clipping: what turns gradients into an update.
+
+Everything here works on plain tensors keyed by their full parameter name, and knows nothing of how a run is
+split: a sum over shards comes in as an argument.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from modelworks.optim.groups import ParameterOptions, parameter_options
+from modelworks.optim.schedules import Schedule, build_schedule
+
+if TYPE_CHECKING:
+    from modelworks.optim.adamw import AdamW as AdamW
+    from modelworks.optim.adamw import build_optimizer as build_optimizer
+    from modelworks.optim.clip import Reduce as Reduce
+    from modelworks.optim.clip import clip_gradients as clip_gradients
+
+__all__ = [
+    "AdamW",
+    "ParameterOptions",
+    "Reduce",
+    "Schedule",
+    "build_optimizer",
+    "build_schedule",
+    "clip_gradients",
+    "parameter_options",
+]
+
+_NEED_TORCH = {"AdamW": "adamw", "build_optimizer": "adamw", "clip_gradients": "clip", "Reduce": "clip"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_TORCH:
+        from importlib import import_module
+
+        return getattr(import_module(f"modelworks.optim.{_NEED_TORCH[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
