@@ -1,0 +1,1 @@
+"""Readers and writers of model files: safetensors, Hugging Face directories, GGUF."""
