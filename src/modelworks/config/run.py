@@ -7,22 +7,26 @@ nothing written in a file is ever silently ignored.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from modelworks.config.checks import cross_problems
+from modelworks.config.errors import ProblemsError
 from modelworks.config.model import Frozen, ModelConfig, Positive, Probability
 from modelworks.config.named_models import expand_model
-from modelworks.config.quantities import ByteSize, Duration, Whole
+from modelworks.config.quantities import ByteSize, Duration, Whole, Words
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}$"  # names become directories and parts of record names
 NonNegative = Annotated[float, Field(ge=0.0)]
 
 
 class SourceConfig(Frozen):
     """One source of documents. `weight` is its share of the samples, relative to the other sources' weights."""
 
-    name: str
+    name: Annotated[str, Field(pattern=NAME), Words("a name of letters, digits, and . _ + = -")]
     type: Literal["python-stdlib", "text", "jsonl", "parquet"]
     path: str | list[str] | None = None  # files or globs; not for python-stdlib
     field: str = "text"  # the column or JSON key that holds the text
@@ -117,10 +121,15 @@ class ParallelConfig(Frozen):
     dp_shard: Literal[1] = 1
     zero: Literal[0] = 0
     tp: Literal[1] = 1
-    sequence_parallel: bool = True
+    sequence_parallel: Literal[True] = True  # of no effect while tp is 1
     cp: Literal[1] = 1
     pp: Literal[1] = 1
+    pp_schedule: Literal["1f1b"] = "1f1b"
+    pp_virtual: Literal[1] = 1
+    pp_partition: Literal["auto"] = "auto"
     ep: Literal[1] = 1
+    offload: Literal["none"] = "none"
+    accumulate_reduce: Literal["last"] = "last"
 
 
 class CheckpointConfig(Frozen):
@@ -149,7 +158,9 @@ class HealthConfig(Frozen):
 
 
 class RunConfig(Frozen):
-    name: str = "my-run"
+    """The whole run. Made from a file by `load_run_config`; contradictions between keys are refused here too."""
+
+    name: Annotated[str, Field(pattern=NAME), Words("a name of letters, digits, and . _ + = -")] = "my-run"
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     model: ModelConfig
     init_from: str | None = None
@@ -166,3 +177,30 @@ class RunConfig(Frozen):
     @classmethod
     def _named_model(cls, value: object) -> object:
         return expand_model(value)
+
+    @model_validator(mode="after")
+    def _agree(self) -> RunConfig:
+        if problems := cross_problems(Sections.of(self)):
+            raise ProblemsError(problems)
+        return self
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The sections that rules between keys look at; None for one that is not valid on its own."""
+
+    model: ModelConfig | None
+    data: DataConfig | None
+    train: TrainConfig | None
+    optimizer: OptimizerConfig | None
+    schedule: ScheduleConfig | None
+    checkpoint: CheckpointConfig | None
+    evaluate: EvaluateConfig | None
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in fields(cls)]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Sections:
+        return cls(**{name: getattr(config, name) for name in cls.names()})

@@ -1,0 +1,217 @@
+"""What must hold between keys, and which keys have no effect given others. No torch, nothing is allocated.
+
+`cross_problems` holds for every RunConfig however it was made. `unused_keys` names keys that would be ignored; a
+file that writes one is refused, and a resolved configuration leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from modelworks.config.counts import parameter_shapes
+from modelworks.config.errors import Problem, nearest
+from modelworks.config.model import ModelConfig
+from modelworks.config.quantities import Duration
+
+if TYPE_CHECKING:
+    from modelworks.config.run import DataConfig, OptimizerConfig, ScheduleConfig, Sections, TrainConfig
+
+
+def cross_problems(sections: Sections) -> list[Problem]:
+    """Contradictions between keys. A section that is None (it failed on its own) is left out of the comparison."""
+    model, data, train = sections.model, sections.data, sections.train
+    problems: list[Problem] = []
+    if data:
+        problems += _sources(data)
+        problems += _mixture_changes(data)
+    if model and data:
+        problems += _lengths(model, data)
+    if train:
+        problems += _training(train)
+    if train and sections.schedule:
+        problems += _schedule(train, sections.schedule, data)
+    if model and sections.optimizer:
+        problems += _patterns(model, sections.optimizer)
+    if sections.evaluate:
+        problems += _positive("evaluate.every", sections.evaluate.every)
+        problems += _positive("evaluate.tasks_every", sections.evaluate.tasks_every)
+    if sections.checkpoint:
+        problems += _positive("checkpoint.every", sections.checkpoint.every)
+        problems += _positive("checkpoint.keep_every", sections.checkpoint.keep_every)
+    return problems
+
+
+def unused_keys(sections: Sections) -> dict[str, str]:
+    """Key path -> why it has no effect beside the other keys."""
+    return dict(_unused(sections))
+
+
+def _unused(sections: Sections) -> Iterator[tuple[str, str]]:
+    if sections.model:
+        yield from _unused_in_model(sections.model)
+    if sections.data:
+        yield from _unused_in_data(sections.data)
+    if train := sections.train:
+        if train.precision not in ("auto", "fp16"):
+            reason = f"only fp16 scales the loss, and train.precision is {train.precision}"
+            yield from ((f"train.loss_scale{tail}", reason) for tail in ("", ".initial", ".growth_interval"))
+        if train.grad_clip is None:
+            yield "train.grad_clip_norm", "train.grad_clip is null, so gradients are not clipped"
+    if optimizer := sections.optimizer:
+        decays = optimizer.weight_decay or any(group.weight_decay for group in optimizer.groups)
+        if not decays:
+            yield "optimizer.no_decay", "optimizer.weight_decay is 0"
+    if schedule := sections.schedule:
+        if schedule.name != "wsd":
+            yield "schedule.decay", f"only wsd has a decay phase, and schedule.name is {schedule.name}"
+            yield "schedule.decay_shape", f"only wsd has a decay phase, and schedule.name is {schedule.name}"
+        if schedule.name == "constant":
+            yield "schedule.floor", "schedule.name is constant, so the rate never falls"
+    if evaluate := sections.evaluate:
+        if not evaluate.tasks:
+            for key in ("tasks_every", "tasks_limit", "task_path"):
+                yield f"evaluate.{key}", "evaluate.tasks is empty"
+        if not evaluate.samples:
+            yield "evaluate.prompts", "evaluate.samples is 0"
+
+
+def _unused_in_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    if model.positions != "rope":
+        yield "model.rope_theta", f"model.positions is {model.positions}, not rope"
+        yield "model.rope_scaling", f"model.positions is {model.positions}, not rope"
+    scaling = model.rope_scaling
+    if scaling:
+        owners = {
+            "low_freq_factor": "llama3",
+            "high_freq_factor": "llama3",
+            "beta_fast": "yarn",
+            "beta_slow": "yarn",
+            "attention_factor": "yarn",
+            "truncate": "yarn",
+        }
+        for key, owner in owners.items():
+            if scaling.type != owner:
+                yield f"model.rope_scaling.{key}", f"only {owner} uses it, and the type is {scaling.type}"
+
+
+def _unused_in_data(data: DataConfig) -> Iterator[tuple[str, str]]:
+    for index, source in enumerate(data.sources):
+        here = f"data.sources.{index}"
+        if source.type != "text":
+            yield f"{here}.split", f"only text sources are split, and this one's type is {source.type}"
+        if source.type in ("text", "python-stdlib"):
+            yield f"{here}.field", f"a {source.type} source has no fields"
+        if source.type == "python-stdlib":
+            yield f"{here}.path", "python-stdlib reads this machine's own standard library"
+    if len(data.sources) == 1:
+        yield "data.mixture_changes", "there is one source, so its weight changes nothing"
+
+
+def _sources(data: DataConfig) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for index, source in enumerate(data.sources):
+        if source.name in seen:
+            yield Problem(f"data.sources.{index}.name", source.name, "a name that no other source has")
+        seen.add(source.name)
+        if source.type != "python-stdlib" and not source.path:
+            expected = f"a file or a glob: a {source.type} source reads files"
+            yield Problem(f"data.sources.{index}.path", source.path, expected)
+
+
+def _mixture_changes(data: DataConfig) -> Iterator[Problem]:
+    names = [source.name for source in data.sources]
+    before = 0
+    for index, change in enumerate(data.mixture_changes):
+        here = f"data.mixture_changes.{index}"
+        if change.at <= before:
+            expected = f"a sample index above {before:,}: changes are written in ascending order, after sample 0"
+            yield Problem(f"{here}.at", change.at, expected)
+        before = max(before, change.at)
+        for name in change.weights:
+            if name not in names:
+                expected = "the name of a source: " + ", ".join(names)
+                yield Problem(f"{here}.weights.{name}", change.weights[name], expected, nearest(name, names))
+        if not any(change.weights.values()):
+            yield Problem(f"{here}.weights", change.weights, "at least one weight above 0")
+
+
+def _lengths(model: ModelConfig, data: DataConfig) -> Iterator[Problem]:
+    limit, reason = longest_sequence(model)
+    if limit is not None and data.seq_len > limit:
+        yield Problem("data.seq_len", data.seq_len, f"at most {limit}: {reason}")
+    wanted = getattr(data.tokenizer, "vocab_size", None)
+    if wanted is not None and wanted > model.vocab_size:
+        expected = f"at most model.vocab_size ({model.vocab_size}), or the model has no embedding for some tokens"
+        yield Problem("data.tokenizer.vocab_size", wanted, expected)
+
+
+def longest_sequence(model: ModelConfig) -> tuple[int | None, str]:
+    """The longest sequence the positions reach, or None when there is no limit, and why."""
+    scaling = model.rope_scaling
+    if model.positions == "none" or (scaling and scaling.type == "dynamic"):
+        return None, "positions have no limit"
+    if model.positions == "learned":
+        return model.max_seq_len, f"the model learns model.max_seq_len ({model.max_seq_len}) positions"
+    if scaling is None:
+        return model.max_seq_len, f"rotary positions reach model.max_seq_len ({model.max_seq_len}) without rope_scaling"
+    reach = max(model.max_seq_len, int((scaling.original_max_seq_len or model.max_seq_len) * scaling.factor))
+    return reach, f"rotary positions with {scaling.type} scaling reach {reach}"
+
+
+def _training(train: TrainConfig) -> Iterator[Problem]:
+    if train.duration.unit == "percent":
+        yield Problem("train.duration", str(train.duration), "steps, tokens or epochs: a run is not a share of itself")
+    yield from _positive("train.duration", train.duration)
+    if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
+        expected = f"at most train.global_batch ({train.global_batch})"
+        yield Problem("train.micro_batch", train.micro_batch, expected)
+
+
+def _schedule(train: TrainConfig, schedule: ScheduleConfig, data: DataConfig | None) -> Iterator[Problem]:
+    duration = train.duration
+    warmup = _share(schedule.warmup, duration, train, data)
+    if warmup is not None and warmup > 1:
+        yield Problem("schedule.warmup", str(schedule.warmup), f"at most train.duration ({duration})")
+        return
+    decay = _share(schedule.decay, duration, train, data) if schedule.name == "wsd" else None
+    if warmup is not None and decay is not None and warmup + decay > 1 + 1e-9:
+        expected = f"at most what warmup ({schedule.warmup}) leaves of train.duration ({duration})"
+        yield Problem("schedule.decay", str(schedule.decay), expected)
+
+
+def _share(part: Duration, whole: Duration, train: TrainConfig, data: DataConfig | None) -> float | None:
+    """`part` as a share of `whole`; None when only the data can tell (epochs against steps)."""
+    if whole.unit == "percent" or not whole.value:
+        return None
+    if part.unit == "percent":
+        return part.value / 100
+    if part.unit == whole.unit:
+        return part.value / whole.value
+    if "epochs" in (part.unit, whole.unit) or data is None:
+        return None
+    step_tokens = train.global_batch * data.seq_len
+    tokens = [item.value * (step_tokens if item.unit == "steps" else 1) for item in (part, whole)]
+    return tokens[0] / tokens[1]
+
+
+def _patterns(model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
+    # One layer's names stand for all, with the layer's number kept free for patterns that choose layers.
+    names = list(parameter_shapes(model))
+    default = type(optimizer).model_fields["no_decay"].default
+    written = [(f"optimizer.no_decay.{i}", p) for i, p in enumerate(optimizer.no_decay) if p not in default]
+    written += [(f"optimizer.groups.{i}.pattern", group.pattern) for i, group in enumerate(optimizer.groups)]
+    for key, pattern in written:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            expected = "a pattern that matches a parameter, such as *norm.weight"
+            yield Problem(key, pattern, expected, nearest(pattern, names))
+    for index, group in enumerate(optimizer.groups):
+        if group.lr_multiplier is None and group.weight_decay is None:
+            expected = "lr_multiplier or weight_decay beside the pattern: this group changes nothing"
+            yield Problem(f"optimizer.groups.{index}", group.pattern, expected)
+
+
+def _positive(key: str, duration: object) -> Iterator[Problem]:
+    if isinstance(duration, Duration) and duration.value == 0:
+        yield Problem(key, str(duration), "a duration above 0")
