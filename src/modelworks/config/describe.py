@@ -59,10 +59,10 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
     if origin is Annotated:
         return _describe(arguments[0], [*arguments[1:], *metadata])
     if origin in (Union, types.UnionType):
-        parts = [_describe(argument, metadata if argument in (int, float) else []) for argument in arguments]
-        return " or ".join(parts)
+        return " or ".join(_member(argument, metadata) for argument in arguments)
     if origin is Literal:
-        return _choice([str(value).lower() if isinstance(value, bool) else str(value) for value in arguments])
+        values = _written(arguments)
+        return f"only {values[0]} in this version" if len(values) == 1 else "one of " + ", ".join(values)
     if origin is list:
         return f"a list of {_plural(_describe(arguments[0], []))}"
     if origin is tuple:
@@ -79,8 +79,15 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
     return str(annotation)
 
 
-def _choice(values: list[str]) -> str:
-    return f"only {values[0]} in this version" if len(values) == 1 else "one of " + ", ".join(values)
+def _member(annotation: Any, metadata: list[Any]) -> str:
+    if get_origin(annotation) is Literal:
+        return " or ".join(_written(get_args(annotation)))
+    return _describe(annotation, metadata if annotation in (int, float) else [])
+
+
+def _written(values: tuple[Any, ...]) -> list[str]:
+    """Fixed values as they are written in YAML."""
+    return [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
 
 
 def _plural(text: str) -> str:
@@ -90,21 +97,15 @@ def _plural(text: str) -> str:
 def _bounds(metadata: list[Any]) -> str:
     low: str | None = None
     high: str | None = None
-    for item in _flatten(metadata):
+    for item in (
+        bound for entry in metadata for bound in (entry.metadata if isinstance(entry, FieldInfo) else [entry])
+    ):
         if isinstance(item, Gt):
-            low = f"above {item.gt:g}"
+            low = f"above {item.gt}"
         elif isinstance(item, Ge):
-            low = f"of at least {item.ge:g}"
+            low = f"of at least {item.ge}"
         elif isinstance(item, Lt):
-            high = f"below {item.lt:g}"
+            high = f"below {item.lt}"
         elif isinstance(item, Le):
             high = f"at most {item.le:,}"
     return "".join(f"{joint}{bound}" for joint, bound in zip((" ", " and "), filter(None, (low, high)), strict=False))
-
-
-def _flatten(metadata: list[Any]) -> Iterator[Any]:
-    for item in metadata:
-        if isinstance(item, FieldInfo):
-            yield from item.metadata
-        else:
-            yield item

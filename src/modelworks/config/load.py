@@ -34,9 +34,9 @@ def parse_run_config(text: str, where: str, overrides: Sequence[str] = ()) -> Ru
         found = "nothing" if document.value is None else f"a {_kind(document.value)}"
         raise UserError(f"{where}: expected a mapping of keys such as `model: llama-tiny`, found {found}")
     raw, problems = apply_overrides(document.value, overrides)
-    problems = [*problems, *_problems(raw)]
+    problems += [_with_line(problem, document, raw) for problem in _problems(raw)]
     if problems:
-        raise ConfigError(where, [_with_line(problem, document, raw) for problem in problems])
+        raise ConfigError(where, problems)
     sections, _ = validate_sections(raw)
     return RunConfig(**sections)
 
@@ -58,7 +58,7 @@ def _problems(raw: dict[str, Any]) -> list[Problem]:
     problems += cross_problems(sections)
     for key, reason in unused_keys(sections).items():
         if (written := _written(raw, key.split("."))) is not _NOT_WRITTEN:
-            problems.append(Problem(key, written, f"no such key here, as it would be ignored: {reason}"))
+            problems.append(Problem(key, written, f"nothing here, as it would be ignored: {reason}"))
     return problems
 
 

@@ -6,14 +6,20 @@ positions, biases) is an ordinary key here, so that a reader of a resolved confi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from modelworks.config.quantities import Whole
+from modelworks.config.errors import Problem, ProblemsError
+from modelworks.config.quantities import Whole, parse_count
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+# Bounds far above anything built, so that a slip of the finger (1e30 layers) is answered at once.
 Positive = Annotated[Whole, Field(gt=0, le=2**40)]
+Layers = Annotated[Whole, Field(gt=0, le=4096)]
+Width = Annotated[Whole, Field(gt=0, le=2**22)]
+Length = Annotated[Whole, Field(gt=0, le=2**30)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -39,7 +45,7 @@ class RopeScaling(Frozen):
 
     type: Literal["linear", "dynamic", "yarn", "llama3"]
     factor: Annotated[float, Field(ge=1.0)] = 1.0
-    original_max_seq_len: Positive | None = None
+    original_max_seq_len: Length | None = None
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -73,14 +79,14 @@ class ModelConfig(Frozen):
     """One decoder-only transformer. Sizes are per layer; `None` means derived, and is filled in on validation."""
 
     family: Family = "llama"
-    n_layers: Positive
-    d_model: Positive
-    n_heads: Positive
-    n_kv_heads: Positive = None  # type: ignore[assignment]  # derived: n_heads
-    head_dim: Positive = None  # type: ignore[assignment]  # derived: d_model / n_heads
-    d_ff: Positive = None  # type: ignore[assignment]  # derived: 4 d, or 8/3 d rounded up to 64 where gated
-    vocab_size: Positive
-    max_seq_len: Positive = 1024
+    n_layers: Layers
+    d_model: Width
+    n_heads: Width
+    n_kv_heads: Width = None  # type: ignore[assignment]  # derived: n_heads
+    head_dim: Width = None  # type: ignore[assignment]  # derived: d_model / n_heads
+    d_ff: Width = None  # type: ignore[assignment]  # derived: 4 d, or 8/3 d rounded up to 64 where gated
+    vocab_size: Annotated[Whole, Field(gt=0, le=2**26)]
+    max_seq_len: Length = 1024
     tie_embeddings: bool = False
 
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
@@ -94,7 +100,7 @@ class ModelConfig(Frozen):
     attention_output_bias: bool = False
     feed_forward_bias: bool = False
     qk_norm: bool = False
-    sliding_window: Positive | None = None
+    sliding_window: Length | None = None
     residual: bool = True
     dropout: Probability = 0.0
     attention_dropout: Probability = 0.0
@@ -106,16 +112,21 @@ class ModelConfig(Frozen):
         if not isinstance(data, dict):
             return data
         filled = {**FAMILY_DEFAULTS.get(str(data.get("family", "llama")), {}), **data}
-        d_model, n_heads = filled.get("d_model"), filled.get("n_heads")
-        sizes_known = isinstance(d_model, int) and isinstance(n_heads, int) and n_heads > 0
-        if filled.get("n_kv_heads") is None and n_heads is not None:
-            filled["n_kv_heads"] = n_heads
-        if filled.get("head_dim") is None and sizes_known and d_model % n_heads == 0:
-            filled["head_dim"] = d_model // n_heads
-        if filled.get("d_ff") is None and isinstance(d_model, int):
-            gated = str(filled.get("feed_forward", "swiglu")).endswith("glu")
-            filled["d_ff"] = -(-8 * d_model // (3 * 64)) * 64 if gated else 4 * d_model
-        return filled
+        d_model, n_heads = (_size(filled.get(key)) for key in ("d_model", "n_heads"))
+        gated = str(filled.get("feed_forward", "swiglu")).endswith("glu")
+        # a 1 where a size is wrong or missing: that key is reported, and what derives from it need not be
+        derived = {
+            "n_kv_heads": n_heads or 1,
+            "head_dim": max(1, d_model // n_heads) if d_model and n_heads else 1,
+            "d_ff": (-(-8 * d_model // (3 * 64)) * 64 if gated else 4 * d_model) if d_model else 1,
+        }
+        return {**filled, **{key: value for key, value in derived.items() if filled.get(key) is None}}
+
+    @model_validator(mode="after")
+    def _agree(self) -> ModelConfig:
+        if problems := list(_contradictions(self)):
+            raise ProblemsError(problems)
+        return self
 
     @property
     def gated(self) -> bool:
@@ -131,3 +142,33 @@ class ModelConfig(Frozen):
     def d_kv(self) -> int:
         """Width of the concatenated key (or value) heads."""
         return self.n_kv_heads * self.head_dim
+
+
+def _size(value: object) -> int | None:
+    """A size as `Whole` will read it, None when it is not one."""
+    try:
+        size = parse_count(value) if isinstance(value, (int, float, str)) else None
+    except ValueError:
+        return None
+    return size if size and size <= 2**26 else None
+
+
+def _contradictions(model: ModelConfig) -> Iterator[Problem]:
+    if model.head_dim == model.d_model // model.n_heads and model.d_model % model.n_heads:
+        expected = f"a multiple of n_heads ({model.n_heads}), or head_dim written"
+        yield Problem("d_model", model.d_model, expected)
+    if model.n_heads % model.n_kv_heads:
+        expected = f"a divisor of n_heads ({model.n_heads}): each key-value head serves the same number of queries"
+        yield Problem("n_kv_heads", model.n_kv_heads, expected)
+    if model.positions == "rope" and model.head_dim % 2:
+        yield Problem("head_dim", model.head_dim, "an even number: rotary positions turn pairs of channels")
+    if scaling := model.rope_scaling:
+        if model.positions != "rope":
+            yield Problem("rope_scaling", scaling.type, f"null, as positions are {model.positions}")
+        if scaling.type == "llama3" and scaling.original_max_seq_len is None:
+            yield Problem(
+                "rope_scaling.original_max_seq_len", None, "the trained length: llama3 scaling starts from it"
+            )
+        if scaling.type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+            expected = f"a number below high_freq_factor ({scaling.high_freq_factor:g})"
+            yield Problem("rope_scaling.low_freq_factor", scaling.low_freq_factor, expected)

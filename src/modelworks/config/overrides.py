@@ -1,8 +1,8 @@
 """`key=value` from the command line onto the values of a file.
 
-    train.duration=100 steps        a value is read as YAML: 3e-4 is a number, [0.9, 0.99] a list
-    data.sources.0.weight=2         a number in the path is a place in a list
-    model.n_layers=4                on a preset's name, the preset with this key changed
+train.duration=100 steps        a value is read as YAML: 3e-4 is a number, [0.9, 0.99] a list
+data.sources.0.weight=2         a number in the path is a place in a list
+model.n_layers=4                on a preset's name, the preset with this key changed
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from typing import Any
+
+from pydantic import BaseModel
 
 from modelworks.config.describe import section_fields
 from modelworks.config.errors import Problem, UserError
@@ -71,11 +73,10 @@ def _start_of(path: list[str]) -> Any:
     for part in path:
         field = fields.get(part)
         default = field.get_default(call_default_factory=True) if field else None
-        fields = section_fields(type(default)) if hasattr(type(default), "model_fields") else {}
-    if isinstance(default, list):
-        return [item.model_dump(mode="json", exclude_unset=True) if fields_of(item) else item for item in default]
+        fields = section_fields(type(default)) if isinstance(default, BaseModel) else {}
+    if isinstance(default, list):  # only what was written: keys that do not apply must not appear
+        return [
+            item.model_dump(mode="json", exclude_unset=True) if isinstance(item, BaseModel) else item
+            for item in default
+        ]
     return {}
-
-
-def fields_of(item: Any) -> bool:
-    return hasattr(type(item), "model_fields")

@@ -1,8 +1,8 @@
 """Quantities with units: durations, counts and byte sizes are written once, with their unit.
 
-    2000 steps | 4M tokens | 1 epoch | 2%        a Duration
-    4M, 64K, 1.5B                                a count (decimal: K = 1,000)
-    512KiB, 2 GB                                 a byte size (KiB = 1,024, KB = 1,000)
+2000 steps | 4M tokens | 1 epoch | 2%        a Duration
+4M, 64K, 1.5B                                a count (decimal: K = 1,000)
+512KiB, 2 GB                                 a byte size (KiB = 1,024, KB = 1,000)
 """
 
 from __future__ import annotations

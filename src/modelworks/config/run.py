@@ -14,19 +14,24 @@ from pydantic import Field, field_validator, model_validator
 
 from modelworks.config.checks import cross_problems
 from modelworks.config.errors import ProblemsError
-from modelworks.config.model import Frozen, ModelConfig, Positive, Probability
+from modelworks.config.model import Frozen, Length, ModelConfig, Positive, Probability
 from modelworks.config.named_models import expand_model
 from modelworks.config.quantities import ByteSize, Duration, Whole, Words
 
+# Names become directories and parts of record names.
+Name = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}$"),
+    Words("a name of letters, digits and . _ + = -, at most 100, beginning with a letter or digit"),
+]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}$"  # names become directories and parts of record names
 NonNegative = Annotated[float, Field(ge=0.0)]
 
 
 class SourceConfig(Frozen):
     """One source of documents. `weight` is its share of the samples, relative to the other sources' weights."""
 
-    name: Annotated[str, Field(pattern=NAME), Words("a name of letters, digits, and . _ + = -")]
+    name: Name
     type: Literal["python-stdlib", "text", "jsonl", "parquet"]
     path: str | list[str] | None = None  # files or globs; not for python-stdlib
     field: str = "text"  # the column or JSON key that holds the text
@@ -47,20 +52,20 @@ class TokenizerTraining(Frozen):
     """Train a tokeniser on the training split."""
 
     train: Literal["bpe", "unigram"] = "bpe"
-    vocab_size: Annotated[Whole, Field(ge=258)] = 8192
+    vocab_size: Annotated[Whole, Field(ge=258, le=2**24)] = 8192
     sample: ByteSize = 64_000_000  # at most so many bytes of text are used
 
 
 class DataConfig(Frozen):
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = [SourceConfig(name="code", type="python-stdlib")]
     tokenizer: TokenizerTraining | str = TokenizerTraining()
-    seq_len: Positive = 256
+    seq_len: Length = 256
     packing: Literal["within-document", "across"] = "within-document"
     validation: Duration = Duration(1, "percent")
     mixture_changes: list[MixtureChange] = []
     shuffle: bool = True
     cache: str = "~/.cache/modelworks/data"
-    workers: Annotated[Whole, Field(ge=0)] = 0  # processes that tokenise; 0: one per core
+    workers: Annotated[Whole, Field(ge=0, le=1024)] = 0  # processes that tokenise; 0: one per core
 
 
 class LossScaleConfig(Frozen):
@@ -142,7 +147,9 @@ class CheckpointConfig(Frozen):
 
 class EvaluateConfig(Frozen):
     every: Duration = Duration(500, "steps")
-    max_tokens: Annotated[Whole, Field(gt=0)] | None = 512_000  # of the validation split, at each evaluation; null: all of it
+    max_tokens: Annotated[Whole, Field(gt=0)] | None = (
+        512_000  # of the validation split, at each evaluation; null: all of it
+    )
     tasks: list[str] = []  # lm-eval task names
     tasks_every: Duration | None = None  # default: at the end only
     tasks_limit: Positive | None = None
@@ -160,8 +167,8 @@ class HealthConfig(Frozen):
 class RunConfig(Frozen):
     """The whole run. Made from a file by `load_run_config`; contradictions between keys are refused here too."""
 
-    name: Annotated[str, Field(pattern=NAME), Words("a name of letters, digits, and . _ + = -")] = "my-run"
-    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
+    name: Name = "my-run"
+    seed: Annotated[Whole, Field(ge=0, lt=2**63), Words("a whole number from 0 to 2^63 - 1")] = 0
     model: ModelConfig
     init_from: str | None = None
     data: DataConfig = DataConfig()

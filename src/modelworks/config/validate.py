@@ -133,10 +133,13 @@ def _problems_of(item: Any, prefix: str, field: FieldInfo, raw: Any) -> list[Pro
         ]
     if kind == "extra_forbidden":
         return [_unknown_key(path, value, _section_at(path))]
+    if kind == "missing" and isinstance(item["loc"][-1], int):  # too short a list: the list is at fault
+        return _problems_of({**item, "type": "too_short", "loc": item["loc"][:-1]}, prefix, field, raw)
     if kind == "missing":
         return [Problem(path, ABSENT, describe_field(at))]
     expected = describe_field(at)
-    if isinstance(cause, ValueError) and str(cause) not in expected:
+    is_union = len(_members(at.annotation)) > 1
+    if isinstance(cause, ValueError) and str(cause) not in expected and not is_union:
         expected = str(cause)
     choices = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in _choices(at)]
     suggestion = nearest(str(value), choices) if isinstance(value, str) else None
@@ -241,9 +244,8 @@ def _unknown_key(path: str, value: Any, section: type[BaseModel]) -> Problem:
     else:
         close = nearest(name, keys)
         suggestion = f"{inside}{close}" if close else _near_anywhere(name, everywhere)
-    where = f"`{parent}`" if parent else "the file"
-    allowed = f"no such key in {where}" if suggestion else f"one of the keys of {where}: " + ", ".join(keys)
-    return Problem(path, value, allowed, suggestion)
+    expected = f"a key of `{parent}`" if parent else "a top-level key"
+    return Problem(path, value, expected if suggestion else f"{expected}: {', '.join(keys)}", suggestion)
 
 
 def _near_anywhere(name: str, paths: list[str]) -> str | None:

@@ -56,7 +56,9 @@ class _Loader(yaml.SafeLoader):
             for key, _ in node.value:
                 if key.value in seen and isinstance(key, yaml.ScalarNode):
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key `{key.value}` is written twice (first on line {seen[key.value]})",
+                        None,
+                        None,
+                        f"the key `{key.value}` is written twice (first on line {seen[key.value]})",
                         key.start_mark,
                     )
                 if isinstance(key, yaml.ScalarNode):
