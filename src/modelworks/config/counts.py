@@ -128,9 +128,10 @@ def _block_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def _linear(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, Shape]:
-    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+    shapes: dict[str, Shape] = {f"{name}.weight": (rows, columns)}
+    return shapes | {f"{name}.bias": (rows,)} if bias else shapes
 
 
 def _norm(name: str, model: ModelConfig) -> dict[str, Shape]:
-    bias = {f"{name}.bias": (model.d_model,)} if model.norm == "layernorm" else {}
-    return {f"{name}.weight": (model.d_model,)} | bias
+    parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+    return {f"{name}.{part}": (model.d_model,) for part in parts}

@@ -97,15 +97,19 @@ def _plural(text: str) -> str:
 def _bounds(metadata: list[Any]) -> str:
     low: str | None = None
     high: str | None = None
-    for item in (
-        bound for entry in metadata for bound in (entry.metadata if isinstance(entry, FieldInfo) else [entry])
-    ):
+    # Field(gt=0) inside Annotated arrives whole; its bounds are in its own metadata
+    bounds = [bound for item in metadata for bound in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    for item in bounds:
         if isinstance(item, Gt):
-            low = f"above {item.gt}"
+            low = f"above {_number(item.gt)}"
         elif isinstance(item, Ge):
-            low = f"of at least {item.ge}"
+            low = f"of at least {_number(item.ge)}"
         elif isinstance(item, Lt):
-            high = f"below {item.lt}"
+            high = f"below {_number(item.lt)}"
         elif isinstance(item, Le):
-            high = f"at most {item.le:,}"
+            high = f"at most {_number(item.le)}"
     return "".join(f"{joint}{bound}" for joint, bound in zip((" ", " and "), filter(None, (low, high)), strict=False))
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from modelworks.config.errors import Problem, ProblemsError
 from modelworks.config.quantities import Whole, parse_count
@@ -117,10 +117,18 @@ class ModelConfig(Frozen):
         # a 1 where a size is wrong or missing: that key is reported, and what derives from it need not be
         derived = {
             "n_kv_heads": n_heads or 1,
-            "head_dim": max(1, d_model // n_heads) if d_model and n_heads else 1,
+            "head_dim": _head_dim(d_model, n_heads) if d_model and n_heads else 1,
             "d_ff": (-(-8 * d_model // (3 * 64)) * 64 if gated else 4 * d_model) if d_model else 1,
         }
         return {**filled, **{key: value for key, value in derived.items() if filled.get(key) is None}}
+
+    @field_validator("head_dim", mode="before")
+    @classmethod
+    def _needs_head_dim(cls, value: Any, known: ValidationInfo) -> Any:
+        if value is None:
+            d_model, n_heads = known.data.get("d_model"), known.data.get("n_heads")
+            raise ValueError(f"a value, as d_model ({d_model}) is not a multiple of n_heads ({n_heads})")
+        return value
 
     @model_validator(mode="after")
     def _agree(self) -> ModelConfig:
@@ -153,10 +161,11 @@ def _size(value: object) -> int | None:
     return size if size and size <= 2**26 else None
 
 
+def _head_dim(d_model: int, n_heads: int) -> int | None:
+    return d_model // n_heads if d_model % n_heads == 0 else None
+
+
 def _contradictions(model: ModelConfig) -> Iterator[Problem]:
-    if model.head_dim == model.d_model // model.n_heads and model.d_model % model.n_heads:
-        expected = f"a multiple of n_heads ({model.n_heads}), or head_dim written"
-        yield Problem("d_model", model.d_model, expected)
     if model.n_heads % model.n_kv_heads:
         expected = f"a divisor of n_heads ({model.n_heads}): each key-value head serves the same number of queries"
         yield Problem("n_kv_heads", model.n_kv_heads, expected)

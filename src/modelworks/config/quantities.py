@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, GetCoreSchemaHandler, PlainSerializer
@@ -23,37 +24,39 @@ _BYTES = {
     **{f"{p}b": 10 ** (3 * i) for i, p in enumerate("kmgt", start=1)},
     **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
 }
+_LARGEST = 10**18  # beyond anything meant
 _NUMBER = r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*"
 _DURATION = re.compile(_NUMBER + r"([kmbgtKMBGT]?)\s*(steps?|tokens?|epochs?|%)\s*$")
 _COUNT_TEXT = re.compile(_NUMBER + r"([kmbgtKMBGT]?)\s*$")
 _BYTES_TEXT = re.compile(_NUMBER + r"([kmgtKMGT]?[iI]?[bB])\s*$")
 
 
-def _number(text: str) -> float:
-    return float(text.replace("_", "").replace(",", ""))
+def _number(text: str) -> Decimal:
+    return Decimal(text.replace("_", "").replace(",", ""))
 
 
 def parse_count(text: str | int | float) -> int:
-    """`4M` -> 4_000_000. Raises ValueError unless the result is a whole, non-negative number."""
-    if isinstance(text, bool):
-        raise ValueError("a count such as 4096, 64K or 1.5M")
-    match = _COUNT_TEXT.match(str(text))
+    """`4M` -> 4_000_000, exactly. Raises ValueError unless the result is a whole number from 0 to 10^18."""
+    match = None if isinstance(text, bool) else _COUNT_TEXT.match(str(text))
     if not match:
         raise ValueError("a count such as 4096, 64K or 1.5M")
-    value = _number(match[1]) * _COUNT[match[2].lower()]
-    if not math.isfinite(value) or abs(value - round(value)) > 1e-6:
-        raise ValueError("a whole number")
-    return round(value)
+    return _exact(_number(match[1]) * _COUNT[match[2].lower()], "a whole number")
 
 
 def parse_bytes(text: str | int) -> int:
-    """`512KiB` -> 524_288, `2 GB` -> 2_000_000_000; a bare integer is bytes."""
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
-        return text
-    match = _BYTES_TEXT.match(str(text))
+    """`512KiB` -> 524_288, `2 GB` -> 2_000_000_000; a bare integer is bytes. Raises ValueError otherwise."""
+    match = None if isinstance(text, bool) else _BYTES_TEXT.match(f"{text}B" if isinstance(text, int) else str(text))
     if not match:
         raise ValueError("a size with a unit, such as 512KiB or 2GB")
-    return round(_number(match[1]) * _BYTES[match[2].lower()])
+    return _exact(_number(match[1]) * _BYTES[match[2].lower()], "a whole number of bytes")
+
+
+def _exact(value: Decimal, expected: str) -> int:
+    if value > _LARGEST:
+        raise ValueError(f"{expected} of at most 10^18")
+    if value != value.to_integral_value():
+        raise ValueError(expected)
+    return int(value)
 
 
 def exact_bytes(value: int) -> str:
@@ -96,13 +99,15 @@ class Duration:
         if not match:
             raise ValueError(cls.expected)
         unit: dict[str, Unit] = {"s": "steps", "t": "tokens", "e": "epochs", "%": "percent"}
+        kind = unit[match[3][0].lower()]
         value = _number(match[1]) * _COUNT[match[2].lower()]
-        kind = unit[match[3][0]]
-        if not math.isfinite(value) or (kind == "percent" and value > 100):
-            raise ValueError("a finite duration, and a percentage of at most 100%")
-        if kind in ("steps", "tokens") and value != int(value):
-            raise ValueError(f"a whole number of {kind}")
-        return cls(value, kind)
+        if kind == "percent" and value > 100:
+            raise ValueError("a percentage of at most 100%")
+        if kind in ("steps", "tokens"):
+            return cls(_exact(value, f"a whole number of {kind}"), kind)
+        if value > _LARGEST:
+            raise ValueError(f"at most 10^18 {kind}")
+        return cls(float(value), kind)
 
     def steps(self, *, tokens_per_step: int, steps_per_epoch: float, total_steps: int | None = None) -> int:
         """This duration in optimiser steps of the *global* batch, rounded up so that it is fully covered."""
@@ -117,7 +122,7 @@ class Duration:
         return round(total_steps * self.value / 100)
 
     def __str__(self) -> str:
-        number = int(self.value) if self.value == int(self.value) else self.value
+        number = int(self.value) if self.value == int(self.value) else _positional(self.value)
         if self.unit == "percent":
             return f"{number}%"
         return f"{number} {self.unit if self.value != 1 else self.unit[:-1]}"
@@ -127,6 +132,11 @@ class Duration:
         return core_schema.no_info_plain_validator_function(
             cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
+
+
+def _positional(value: float) -> str:
+    """Without an exponent, and read back to the same float."""
+    return format(Decimal(repr(value)), "f")
 
 
 @dataclass(frozen=True)

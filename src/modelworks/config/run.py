@@ -92,7 +92,7 @@ class TrainConfig(Frozen):
 
 
 class ParameterGroup(Frozen):
-    """Overrides for parameters whose full name matches `pattern` (a glob). A pattern that matches nothing is an error."""
+    """Overrides for parameters whose full name matches `pattern`, a glob; one that matches nothing is an error."""
 
     pattern: str
     lr_multiplier: NonNegative | None = None

@@ -57,11 +57,8 @@ def validate_sections(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[Prob
     problems of the rest.
     """
     valid: dict[str, Any] = {}
-    problems: list[Problem] = []
     fields = section_fields(RunConfig)
-    for key in raw:
-        if key not in fields:
-            problems.append(_unknown_key(str(key), raw[key], RunConfig))
+    problems = [_unknown_key(str(key), value, RunConfig) for key, value in raw.items() if key not in fields]
     for key, field in fields.items():
         value = raw.get(key, ABSENT)
         try:
@@ -70,8 +67,9 @@ def validate_sections(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[Prob
             elif value is ABSENT:
                 valid[key] = field.get_default(call_default_factory=True)
             else:
-                annotation = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-                valid[key] = TypeAdapter(annotation).validate_python(value)
+                annotation: Any = field.annotation
+                whole: Any = Annotated[(annotation, *field.metadata)] if field.metadata else annotation
+                valid[key] = TypeAdapter(whole).validate_python(value)
         except ValidationError as error:
             problems.extend(_translate(error, key, field, value))
         except ProblemsError as error:
@@ -196,7 +194,7 @@ def _members(annotation: Any) -> list[Any]:
 
 def _branch(members: list[Any], value: Any) -> Any:
     """The member that a mapping or a list was meant for; None when the value is neither."""
-    wanted = {dict: BaseModel, list: list}.get(type(value))
+    wanted: type | None = BaseModel if isinstance(value, dict) else list if isinstance(value, list) else None
     for member in members:
         plain = get_origin(member) or member
         if wanted is not None and isinstance(plain, type) and issubclass(plain, wanted):

@@ -63,7 +63,7 @@ class _Loader(yaml.SafeLoader):
                     )
                 if isinstance(key, yaml.ScalarNode):
                     seen[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
+        return super().construct_mapping(node, deep)  # type: ignore[arg-type]  # it raises for any other node
 
 
 def _register(loader: type[yaml.SafeLoader]) -> None:
@@ -107,7 +107,7 @@ def parse_yaml(text: str, where: str) -> Document:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
         raise UserError(f"{where}: not readable as YAML: {reason}") from None
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
     lines: dict[str, int] = {}
     if node is not None:
         _collect_lines(node, "", lines, set())
