@@ -1,0 +1,55 @@
+"""Texts to batches: sources, tokenisers, token shards, mixture, order, packing, the loader, validation.
+
+Names are imported on first use: tokenising needs no torch, and neither do the processes that do it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modelworks.data.batch import Batch as Batch
+    from modelworks.data.build import build_dataset as build_dataset
+    from modelworks.data.compression import (
+        CompressionBaseline as CompressionBaseline,
+    )
+    from modelworks.data.compression import (
+        compression_baselines as compression_baselines,
+    )
+    from modelworks.data.dataset import Dataset as Dataset
+    from modelworks.data.dataset import open_dataset as open_dataset
+    from modelworks.data.loader import TrainLoader as TrainLoader
+    from modelworks.data.tokenizers.stream import StreamDecoder as StreamDecoder
+    from modelworks.data.tokenizers.tokenizer import Tokenizer as Tokenizer
+    from modelworks.data.validation import (
+        ScoredText as ScoredText,
+    )
+    from modelworks.data.validation import (
+        text_batches as text_batches,
+    )
+    from modelworks.data.validation import (
+        validation_batches as validation_batches,
+    )
+
+_OFFERS = {
+    "batch": ["Batch"],
+    "build": ["build_dataset"],
+    "compression": ["CompressionBaseline", "compression_baselines"],
+    "dataset": ["Dataset", "open_dataset"],
+    "loader": ["TrainLoader"],
+    "tokenizers.stream": ["StreamDecoder"],
+    "tokenizers.tokenizer": ["Tokenizer"],
+    "validation": ["ScoredText", "text_batches", "validation_batches"],
+}
+_HOME = {name: module for module, names in _OFFERS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

@@ -1,0 +1,1 @@
+"""Tokenisers: trained here, or read from the formats that others publish."""

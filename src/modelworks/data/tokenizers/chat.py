@@ -1,0 +1,50 @@
+"""Chat templates: a conversation as text, by the Jinja source that the model was published with.
+
+The source comes from a downloaded file, so it runs in Jinja's immutable sandbox: it sees the messages and nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from modelworks.config import UserError
+
+if TYPE_CHECKING:
+    from modelworks.data.tokenizers.tokenizer import Tokenizer
+
+
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+    """Render `messages` (each with `role` and `content`). Raises UserError for a missing or failing template."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if tokenizer.chat_template is None:
+        raise UserError("this tokenizer has no chat template: give the prompt as plain text")
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    names = {
+        name: None if token_id is None else tokenizer.id_to_token(token_id)
+        for name, token_id in [
+            ("bos_token", tokenizer.bos_id),
+            ("eos_token", tokenizer.eos_id),
+            ("pad_token", tokenizer.pad_id),
+        ]
+    }
+    try:
+        template = environment.from_string(tokenizer.chat_template)
+        return template.render(messages=list(messages), add_generation_prompt=generation_prompt, **names)
+    except TemplateError as error:
+        raise UserError(f"chat template: {error}") from None
+
+
+def _refuse(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)

@@ -1,0 +1,40 @@
+"""`StreamDecoder`: text from ids as they come, never a broken character.
+
+A character may be spread over several tokens; its bytes wait here until it is whole. For every way of cutting the
+ids into pushes, the texts joined are the same.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modelworks.data.tokenizers.tokenizer import Tokenizer
+
+
+class StreamDecoder:
+    """start_of_text: the ids begin a text (SentencePiece's first blank is dropped) rather than go on after a prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, start_of_text: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._strip = start_of_text and tokenizer.strips_first_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes; often "" in the middle of one."""
+        if token_id in self._skipped:
+            return ""
+        data = self._tokenizer.token_bytes(token_id)
+        if self._strip and data:
+            data, self._strip = data.removeprefix(b" "), False
+        return self._utf8.decode(data)
+
+    def push_all(self, ids: Iterable[int]) -> str:
+        return "".join(map(self.push, ids))
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that never became whole."""
+        return self._utf8.decode(b"", final=True)
