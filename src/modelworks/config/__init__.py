@@ -74,6 +74,18 @@ if TYPE_CHECKING:
     from modelworks.config.quantities import (
         parse_count as parse_count,
     )
+    from modelworks.config.resume import (
+        MAY_CHANGE as MAY_CHANGE,
+    )
+    from modelworks.config.resume import (
+        Difference as Difference,
+    )
+    from modelworks.config.resume import (
+        differences as differences,
+    )
+    from modelworks.config.resume import (
+        resume_differences as resume_differences,
+    )
     from modelworks.config.run import (
         CheckpointConfig as CheckpointConfig,
     )
@@ -125,6 +137,7 @@ _OFFERS = {
     "model": ["ModelConfig", "RopeScaling"],
     "named_models": ["preset", "preset_names", "preset_source", "presets"],
     "quantities": ["Duration", "format_bytes", "format_count", "parse_bytes", "parse_count"],
+    "resume": ["MAY_CHANGE", "Difference", "differences", "resume_differences"],
     "run": [
         "CheckpointConfig",
         "DataConfig",
