@@ -17,7 +17,7 @@ import torch
 from modelworks.checkpoint import clean_leftovers, explain, latest_checkpoint, open_checkpoint, retain, write_checkpoint
 from modelworks.config import ModelConfig, RunConfig
 
-CONFIG = RunConfig(model=ModelConfig(n_layers=1, d_model=8, n_heads=2, vocab_size=16, d_ff=16))
+CONFIG = RunConfig(model=ModelConfig(n_layers=1, d_model=8, n_heads=2, vocab_size=8192, d_ff=16))
 # Every system call of the sequence that changes the disk.
 CALLS = ("mkdir", "write", "fsync", "rename", "replace", "unlink", "rmdir")
 

@@ -27,7 +27,7 @@ from modelworks.checkpoint import (
 from modelworks.checkpoint.formats.safetensors_files import SafetensorsFile, write_safetensors
 from modelworks.config import ModelConfig, RunConfig
 
-CONFIG = RunConfig(model=ModelConfig(n_layers=2, d_model=8, n_heads=2, vocab_size=16, d_ff=16))
+CONFIG = RunConfig(model=ModelConfig(n_layers=2, d_model=8, n_heads=2, vocab_size=8192, d_ff=16))
 
 
 def sections(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:

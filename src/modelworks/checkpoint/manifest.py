@@ -16,7 +16,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,6 +28,7 @@ FORMAT = "modelworks-checkpoint"
 VERSION = 1
 MANIFEST, MANIFEST_CRC = "manifest.json", "manifest.crc32"
 MAX_MANIFEST_BYTES = 1 << 28
+_Config = TypeVar("_Config", ModelConfig, RunConfig)
 
 
 class _Part(BaseModel):
@@ -111,8 +112,12 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{path}: {place}: {first['msg']}; the manifest is corrupted") from None
     for name, entry in manifest.files.items():
         check_file(directory, name, entry)
+    seen: set[tuple[str, str]] = set()
     for tensor in manifest.tensors:
         problem = _tensor_problem(tensor, manifest.files)
+        if (tensor.section, tensor.name) in seen:
+            problem = "appears twice"
+        seen.add((tensor.section, tensor.name))
         if problem:
             raise CheckpointError(
                 f"{path}: tensor `{tensor.section}/{tensor.name}`: {problem}; the manifest is corrupted"
@@ -171,7 +176,7 @@ def parse_run(manifest: Manifest, where: Path) -> RunConfig:
     return _parse(RunConfig, manifest.config, where)
 
 
-def _parse(kind: Any, data: dict[str, Any], where: Path) -> Any:
+def _parse(kind: type[_Config], data: dict[str, Any], where: Path) -> _Config:
     try:
         return kind.model_validate(data)
     except ValidationError as error:

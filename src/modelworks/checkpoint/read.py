@@ -76,15 +76,24 @@ class Checkpoint:
         return None if entry is None else self.path / entry.directory
 
     def sections(self) -> list[str]:
-        return list(dict.fromkeys(tensor.section for tensor in self.manifest.tensors))
+        return list(self._sections)
+
+    def tensor_types(self, section: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Full tensor name -> (dtype, global shape), in the order on disk."""
+        ordered = sorted(self._section(section).values(), key=lambda tensor: tensor.pieces[0].file)
+        return {tensor.name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for tensor in ordered}
 
     def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
         """Full tensor name -> global shape."""
-        return {tensor.name: tuple(tensor.shape) for tensor in self._section(section)}
+        return {tensor.name: tuple(tensor.shape) for tensor in self._section(section).values()}
+
+    def tensor(self, section: str, name: str) -> Tensor:
+        """One logical tensor, checked against its checksum."""
+        return self._read(self._section(section)[name])
 
     def tensors(self, section: str) -> Iterator[tuple[str, Tensor]]:
         """(full name, tensor) in the order they lie on disk, each checked against its checksum."""
-        for tensor in sorted(self._section(section), key=lambda tensor: tensor.pieces[0].file):
+        for tensor in sorted(self._section(section).values(), key=lambda tensor: tensor.pieces[0].file):
             yield tensor.name, self._read(tensor)
 
     def expect(self, section: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -109,8 +118,15 @@ class Checkpoint:
                 if f"{zlib.crc32(path.read_bytes()):08x}" != entry.crc32:
                     raise CheckpointError(f"{path}: its checksum differs from the manifest; {_ADVICE}")
 
-    def _section(self, section: str) -> list[TensorEntry]:
-        return [tensor for tensor in self.manifest.tensors if tensor.section == section]
+    def _section(self, section: str) -> dict[str, TensorEntry]:
+        return self._sections.get(section, {})
+
+    @cached_property
+    def _sections(self) -> dict[str, dict[str, TensorEntry]]:
+        sections: dict[str, dict[str, TensorEntry]] = {}
+        for tensor in self.manifest.tensors:
+            sections.setdefault(tensor.section, {})[tensor.name] = tensor
+        return sections
 
     def _read(self, tensor: TensorEntry) -> Tensor:
         if tensor.pieces[0].extent == tensor.shape:

@@ -1,0 +1,173 @@
+"""Converting a model between our checkpoint and a Hugging Face directory, and from GGUF.
+
+The invariant: a conversion finishes only after the result was read back and gave the same logits as the source; it
+is written under a temporary name and renamed, so a failed one leaves nothing at the destination.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from modelworks.checkpoint.errors import CheckpointError
+from modelworks.checkpoint.formats.hugging_face import export_hugging_face, open_hugging_face
+from modelworks.checkpoint.formats.safetensors_files import volume_bytes
+from modelworks.checkpoint.formats.source import ModelSource
+from modelworks.checkpoint.loading import build_model, open_model
+from modelworks.checkpoint.locate import Notify
+from modelworks.checkpoint.manifest import MANIFEST
+from modelworks.checkpoint.names import TEMPORARY
+from modelworks.checkpoint.write import MAX_SHARD_BYTES, LazyTensor, write_model
+from modelworks.config import ModelConfig
+from modelworks.models import CausalContext
+
+Target = Literal["hf", "modelworks"]
+Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
+# Reading back gives the same weights bit for bit; the margin is for kernels that are not deterministic.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done. bytes: of weights. max_difference: largest difference of a logit, result against source."""
+
+    source: str
+    path: Path
+    to: Target
+    tensors: int
+    bytes: int
+    max_difference: float
+
+
+def convert(
+    src: str,
+    dst: str | Path,
+    to: Target,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    notify: Notify | None = None,
+) -> Conversion:
+    """Convert the model `src` (whatever `load_model` takes) and check the result before it appears at `dst`.
+
+    to: `hf`, a Hugging Face directory, or `modelworks`, a checkpoint directory that `load_model`, `init_from` and
+    `convert` take. dtype: cast floating-point weights; None keeps each as it is. Raises CheckpointError.
+    """
+    destination = Path(dst).expanduser()
+    _check_destination(destination, overwrite)
+    source = open_model(src, notify=notify)
+    if dtype is not None:
+        source = replace(source, tensors={name: _cast(tensor, dtype) for name, tensor in source.tensors.items()})
+    total = sum(volume_bytes(tensor.shape, tensor.dtype) for tensor in source.tensors.values())
+    counted = source if progress is None else replace(source, tensors=_counting(source.tensors, total, progress))
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = destination.with_name(f"{TEMPORARY}{destination.name}-{secrets.token_hex(4)}")
+    try:
+        if to == "hf":
+            export_hugging_face(counted, temporary, max_shard_bytes=max_shard_bytes)
+        else:
+            _write_own(counted, temporary, max_shard_bytes)
+        difference = _check_logits(source, temporary, to)
+        if destination.exists():
+            shutil.rmtree(destination)
+        os.rename(temporary, destination)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return Conversion(source.origin, destination, to, len(source.tensors), total, difference)
+
+
+def _write_own(source: ModelSource, path: Path, max_shard_bytes: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer = None
+        if source.tokenizer is not None:
+            tokenizer = Path(directory)
+            source.tokenizer.save(tokenizer)
+        write_model(
+            path,
+            config=source.config,
+            tensors=source.tensors,
+            tokenizer=tokenizer,
+            origin=source.origin,
+            max_shard_bytes=max_shard_bytes,
+        )
+
+
+def _check_logits(source: ModelSource, path: Path, to: Target) -> float:
+    """The largest difference of a logit over a few tokens, in float32. Raises CheckpointError beyond the tolerance."""
+    result = open_hugging_face(path) if to == "hf" else open_model(str(path))
+    old, new = dict(_plain(source.config)), dict(_plain(result.config))
+    if old != new:
+        changed = [f"{key} {value!r} -> {new[key]!r}" for key, value in old.items() if new[key] != value]
+        raise CheckpointError(f"{source.origin}: the result would not be the same model: {', '.join(changed)}")
+    before, after = _logits(source), _logits(result)
+    difference = float((before - after).abs().max())
+    if not difference <= TOLERANCE * max(1.0, float(before.abs().max())):
+        raise CheckpointError(
+            f"{source.origin}: the converted model gives other logits (difference {difference:.2e}); "
+            "nothing was written"
+        )
+    return difference
+
+
+def _plain(config: ModelConfig) -> ModelConfig:
+    """The config with the default of a scaling's original length written out, where it plays a part."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return config
+    original = None if scaling.type == "linear" else scaling.original_max_seq_len or config.max_seq_len
+    return config.model_copy(update={"rope_scaling": scaling.model_copy(update={"original_max_seq_len": original})})
+
+
+def _logits(source: ModelSource) -> Tensor:
+    """Logits of a fixed sequence, (length, vocab_size), from a float32 model that is freed on return."""
+    model = build_model(source)
+    length = min(16, source.config.max_seq_len)
+    spread = torch.linspace(0, source.config.vocab_size - 1, length).long()
+    with torch.inference_mode():
+        hidden = model(spread[None], torch.arange(length)[None], CausalContext())
+        return model.logits(hidden)[0].float()
+
+
+def _check_destination(path: Path, overwrite: bool) -> None:
+    if not path.exists() and not path.is_symlink():
+        return
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{path}: exists already; give another destination, or --overwrite to replace it")
+    if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST, "config.json")):
+        raise CheckpointError(f"{path}: is not a converted model, so --overwrite will not remove it")
+
+
+def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    if not tensor.dtype.is_floating_point:
+        return tensor
+    return LazyTensor(dtype, tensor.shape, lambda: tensor.load().to(dtype))
+
+
+def _counting(tensors: Mapping[str, LazyTensor], total: int, progress: Progress) -> dict[str, LazyTensor]:
+    done = 0
+
+    def counted(tensor: LazyTensor) -> LazyTensor:
+        def load() -> Tensor:
+            nonlocal done
+            value = tensor.load()
+            done += value.nbytes
+            progress(min(done, total), total)
+            return value
+
+        return LazyTensor(tensor.dtype, tensor.shape, load)
+
+    return {name: counted(tensor) for name, tensor in tensors.items()}

@@ -1,0 +1,181 @@
+"""Models to and from Hugging Face directories: `config.json`, safetensors (sharded with an index), tokeniser files.
+
+The idea: the family's name map is data used in both directions; this file only moves bytes by it.
+
+The invariant: reading fills every parameter exactly once and uses every stored tensor; what is left out on purpose
+(buffers that the config implies, a second copy of a tied head) is known by name and, for the head, compared.
+Pickled weights (`pytorch_model.bin`) are refused: loading a pickle runs whatever code it holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from modelworks.checkpoint.errors import CheckpointError
+from modelworks.checkpoint.formats.safetensors_files import (
+    ShardedSafetensors,
+    plan_shards,
+    read_json,
+    shard_names,
+    volume_bytes,
+    write_safetensors,
+)
+from modelworks.checkpoint.formats.source import ModelSource
+from modelworks.checkpoint.write import LazyTensor
+from modelworks.config import ModelConfig, UserError, parameter_shapes
+from modelworks.data import Tokenizer
+from modelworks.models import NameEntry, canonical_name, from_hugging_face, name_map, to_hugging_face
+
+HEAD = "lm_head.weight"
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+_TOKENIZERS = ("tokenizer.json", "*.model")
+_SHOWN = 5
+
+
+def open_hugging_face(directory: Path) -> ModelSource:
+    """The model of a directory, its tensors still on disk. Raises CheckpointError naming what does not fit."""
+    config = _read_config(directory)
+    _refuse_pickles(directory)
+    stored = ShardedSafetensors(directory)
+    place = _match(directory, config, stored)
+    _check_tied_head(directory, config, stored, place)
+    shapes = parameter_shapes(config)
+    tensors = {
+        name: _part(stored, place[entry.theirs], entry, name, shapes)
+        for entry in name_map(config)
+        for name in entry.ours
+    }
+    has_tokenizer = any(any(directory.glob(pattern)) for pattern in _TOKENIZERS)
+    tokenizer = Tokenizer.load(directory) if has_tokenizer else None
+    return ModelSource(config, tensors, tokenizer, f"Hugging Face directory {directory}")
+
+
+def export_hugging_face(source: ModelSource, directory: Path, *, max_shard_bytes: int) -> None:
+    """Write a directory that transformers reads. Tensors stream through one at a time. Raises UserError, OSError."""
+    config, tokenizer = source.config, source.tokenizer
+    described = to_hugging_face(config)  # raises for what their architecture cannot express, before anything is written
+    theirs = {entry.theirs: _whole(source.tensors, entry) for entry in name_map(config)}
+    directory.mkdir()
+    shards = plan_shards({name: volume_bytes(t.shape, t.dtype) for name, t in theirs.items()}, max_shard_bytes)
+    files = shard_names("model", len(shards))
+    for file, names in zip(files, shards, strict=True):
+        write_safetensors(
+            directory / file,
+            {name: (theirs[name].dtype, theirs[name].shape) for name in names},
+            lambda name: theirs[name].load(),
+            metadata={"format": "pt"},
+        )
+    if len(files) > 1:
+        total = sum(volume_bytes(tensor.shape, tensor.dtype) for tensor in theirs.values())
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(directory / "model.safetensors.index.json", index)
+    ids: dict[str, Any] = {}
+    if tokenizer is not None:
+        tokenizer.save(directory)
+        ends = list(tokenizer.eos_ids)
+        known = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+        ids = {key: value for key, value in known.items() if value is not None}
+        ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+        _write_json(directory / "generation_config.json", ids)
+    dtype = str(source.tensors["embedding.weight"].dtype).removeprefix("torch.")
+    _write_json(directory / "config.json", {**described, "dtype": dtype, **ids})
+
+
+def _read_config(directory: Path) -> ModelConfig:
+    try:
+        return from_hugging_face(read_json(directory / "config.json"))
+    except CheckpointError:
+        raise
+    except UserError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{directory}: config.json gives {key} = {first['input']!r}: {first['msg']}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{directory}: config.json holds a value of the wrong kind ({error})") from None
+
+
+def _refuse_pickles(directory: Path) -> None:
+    if any(directory.glob("*.safetensors*")):
+        return
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{directory}: has only pickled weights ({pickles[0]}), which can run code when loaded and are not read; "
+            "fetch the model's safetensors, or convert where you trust the file: "
+            "transformers' AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+        )
+
+
+def _match(directory: Path, config: ModelConfig, stored: ShardedSafetensors) -> dict[str, str]:
+    """Their name as the map spells it -> the name in the file. Every one exactly once, of the right shape."""
+    entries = {entry.theirs: entry for entry in name_map(config)}
+    shapes = parameter_shapes(config)
+    place: dict[str, str] = {}
+    problems = []
+    for name in stored.names:
+        canonical = canonical_name(config, name)
+        if canonical is None:
+            continue
+        if canonical not in entries:
+            problems.append(f"`{name}` has no place in a model of family {config.family}")
+        elif canonical in place:
+            problems.append(f"`{name}` and `{place[canonical]}` are the same tensor")
+        elif stored.info(name).shape != (wanted := entries[canonical].their_shape(shapes)):
+            problems.append(f"`{name}` has shape {list(stored.info(name).shape)}, config.json implies {list(wanted)}")
+        place.setdefault(canonical, name)
+    problems += [f"`{name}` is missing" for name in entries if name not in place]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        hint = "; if the head is tied, config.json needs `tie_word_embeddings: true`" if HEAD not in place else ""
+        hint = "" if config.tie_embeddings else hint
+        raise CheckpointError(
+            f"{directory}: the weights do not fit config.json: {'; '.join(problems[:_SHOWN])}{more}{hint}"
+        )
+    return place
+
+
+def _check_tied_head(
+    directory: Path, config: ModelConfig, stored: ShardedSafetensors, place: Mapping[str, str]
+) -> None:
+    """A head stored although the config ties it must be the embedding; otherwise one of the two is wrong."""
+    if not config.tie_embeddings or HEAD not in stored.names:
+        return
+    embedding = next(entry.theirs for entry in name_map(config) if entry.ours == ("embedding.weight",))
+    head, tied = stored.info(HEAD), stored.info(place[embedding])
+    same = head.shape == tied.shape and bool((stored.read(HEAD) == stored.read(place[embedding])).all())
+    if not same:
+        raise CheckpointError(
+            f"{directory}: config.json ties the head to the embedding, but `{HEAD}` differs from `{place[embedding]}`; "
+            "set `tie_word_embeddings: false` there if the head is its own"
+        )
+
+
+def _part(
+    stored: ShardedSafetensors, file_name: str, entry: NameEntry, name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> LazyTensor:
+    def load() -> torch.Tensor:
+        return entry.to_ours(stored.read(file_name), shapes)[name]
+
+    return LazyTensor(stored.info(file_name).dtype, shapes[name], load)
+
+
+def _whole(tensors: Mapping[str, LazyTensor], entry: NameEntry) -> LazyTensor:
+    dtype = tensors[entry.ours[0]].dtype
+
+    def load() -> torch.Tensor:
+        return entry.to_theirs({name: tensors[name].load().to(dtype) for name in entry.ours})
+
+    return LazyTensor(dtype, entry.their_shape({name: tensors[name].shape for name in entry.ours}), load)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

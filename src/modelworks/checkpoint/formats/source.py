@@ -1,0 +1,36 @@
+"""`ModelSource`: a model wherever it lies, as a shape, tensors under our names, and a tokeniser.
+
+The idea: each format only has to say what it holds in our terms; loading, converting and starting a run from a model
+are then one piece of code each. The tensors are lazy: a source of any size costs one tensor of memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelworks.checkpoint.read import check_shapes
+from modelworks.checkpoint.write import LazyTensor
+from modelworks.config import ModelConfig
+from modelworks.data import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """tensors: full parameter name -> value, exactly the parameters of `config`. origin: for people, what it is."""
+
+    config: ModelConfig
+    tensors: Mapping[str, LazyTensor]
+    tokenizer: Tokenizer | None
+    origin: str
+
+    def load_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy into a model's parameters, strictly: raises CheckpointError naming tensors that do not match."""
+        found = {name: tensor.shape for name, tensor in self.tensors.items()}
+        check_shapes(self.origin, found, {name: tuple(tensor.shape) for name, tensor in targets.items()})
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                targets[name].copy_(tensor.load())

@@ -1,0 +1,94 @@
+"""One way to load a model, wherever it lies."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from modelworks.checkpoint.formats.source import ModelSource
+from modelworks.checkpoint.locate import Location, Notify, locate_model
+from modelworks.checkpoint.read import open_checkpoint
+from modelworks.checkpoint.write import LazyTensor
+from modelworks.config import ModelConfig, parameter_shapes
+from modelworks.data import Tokenizer
+from modelworks.models import Transformer
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for inference. source: for people, where it came from. tokenizer: None if its files have none."""
+
+    model: Transformer
+    tokenizer: Tokenizer | None
+    config: ModelConfig
+    source: str
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every id that ends generation."""
+        return self.tokenizer.eos_ids if self.tokenizer else ()
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.tokenizer.chat_template if self.tokenizer else None
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    notify: Notify | None = None,
+) -> LoadedModel:
+    """Load a run (`my-run`, `runs/my-run@best`), a checkpoint, a Hugging Face directory or a GGUF file.
+
+    Weights are cast to `dtype`. Raises CheckpointError for anything that is not a whole model of a known family.
+    notify: told about what was skipped; by default it goes to stderr.
+    """
+    source = open_model(path, notify=notify)
+    return LoadedModel(build_model(source, dtype=dtype, device=device), source.tokenizer, source.config, source.origin)
+
+
+def open_model(path: str, *, notify: Notify | None = None) -> ModelSource:
+    """The model that `path` names, its tensors still on disk: `source.load_into(parameters)` starts a run from it."""
+    location = locate_model(path, notify or _to_stderr)
+    if location.kind == "gguf":
+        from modelworks.checkpoint.formats.gguf import open_gguf
+
+        return open_gguf(location.path)
+    if location.kind == "hugging_face":
+        from modelworks.checkpoint.formats.hugging_face import open_hugging_face
+
+        return open_hugging_face(location.path)
+    return _open_own(location)
+
+
+def build_model(
+    source: ModelSource, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Transformer:
+    """The module with the source's weights, in evaluation mode. Memory: the weights once, and one tensor more."""
+    with torch.device("meta"):
+        model = Transformer(source.config)
+    model = model.to(dtype).to_empty(device=device)
+    source.load_into(dict(model.named_parameters()))
+    model.pack_storage()
+    return model.eval()
+
+
+def _open_own(location: Location) -> ModelSource:
+    checkpoint = open_checkpoint(location.path)
+    checkpoint.expect("model", parameter_shapes(checkpoint.model_config))
+    tensors = {
+        name: LazyTensor(dtype, shape, lambda name=name: checkpoint.tensor("model", name))  # type: ignore[misc]
+        for name, (dtype, shape) in checkpoint.tensor_types("model").items()
+    }
+    tokenizer = Tokenizer.load(checkpoint.tokenizer) if checkpoint.tokenizer else None
+    return ModelSource(
+        checkpoint.model_config, tensors, tokenizer, f"checkpoint {location.path} (step {checkpoint.step})"
+    )
+
+
+def _to_stderr(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
