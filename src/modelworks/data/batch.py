@@ -6,8 +6,10 @@ when documents are packed apart (`data.packing: within-document`) and run throug
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,11 +45,12 @@ class Batch:
     def split(self, rows: int) -> Iterator[Batch]:
         """Micro-batches of at most `rows` rows, in order."""
         for start in range(0, self.n_rows, rows):
-            yield self._map(lambda tensor, start=start: tensor[start : start + rows])  # type: ignore[misc]
+            yield self._map(itemgetter(slice(start, start + rows)))
 
     def to(self, device: torch.device | str) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def _map(self, change) -> Batch:  # type: ignore[no-untyped-def]
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{name: None if value is None else change(value) for name, value in values.items()})
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
+        return Batch(**changed)

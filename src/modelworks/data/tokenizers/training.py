@@ -52,7 +52,8 @@ def train_tokenizer(texts: Iterable[str], training: TokenizerTraining) -> Tokeni
         raise UserError(
             f"data.tokenizer: training {training.train} with vocab_size {training.vocab_size} failed: {error}"
         ) from None
-    end: int = backend.token_to_id(END_OF_TEXT)
+    end = backend.token_to_id(END_OF_TEXT)
+    assert end is not None
     return Tokenizer(backend, bos_id=end, eos_id=end, add_bos=True)
 
 
