@@ -16,6 +16,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+FILE_WIDTH = 200  # columns of tables that go to a file or a pipe
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 
 
@@ -32,7 +33,10 @@ class Output:
         if self._console is None:
             from rich.console import Console
 
-            self._console = Console(stderr=self.json, highlight=False, soft_wrap=True)
+            console = Console(stderr=self.json, highlight=False)
+            if not console.is_terminal:
+                console.width = FILE_WIDTH
+            self._console = console
         return self._console
 
     def print(self, text: str = "") -> None:

@@ -9,130 +9,68 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    # isort: off
     from modelworks.config.counts import (
         FlopCount as FlopCount,
-    )
-    from modelworks.config.counts import (
         ParameterCount as ParameterCount,
-    )
-    from modelworks.config.counts import (
         count_parameters as count_parameters,
-    )
-    from modelworks.config.counts import (
         parameter_shapes as parameter_shapes,
-    )
-    from modelworks.config.counts import (
         training_flops_per_token as training_flops_per_token,
     )
     from modelworks.config.errors import (
         ConfigError as ConfigError,
-    )
-    from modelworks.config.errors import (
         Problem as Problem,
-    )
-    from modelworks.config.errors import (
         UserError as UserError,
-    )
-    from modelworks.config.errors import (
         nearest as nearest,
+        show_value as show_value,
     )
     from modelworks.config.load import (
         dump_yaml as dump_yaml,
-    )
-    from modelworks.config.load import (
         load_run_config as load_run_config,
-    )
-    from modelworks.config.load import (
         parse_run_config as parse_run_config,
     )
-    from modelworks.config.model import ModelConfig as ModelConfig
-    from modelworks.config.model import RopeScaling as RopeScaling
+    from modelworks.config.model import ModelConfig as ModelConfig, RopeScaling as RopeScaling
     from modelworks.config.named_models import (
         preset as preset,
-    )
-    from modelworks.config.named_models import (
         preset_names as preset_names,
-    )
-    from modelworks.config.named_models import (
         preset_source as preset_source,
-    )
-    from modelworks.config.named_models import (
         presets as presets,
     )
     from modelworks.config.quantities import (
         Duration as Duration,
-    )
-    from modelworks.config.quantities import (
         format_bytes as format_bytes,
-    )
-    from modelworks.config.quantities import (
         format_count as format_count,
-    )
-    from modelworks.config.quantities import (
         parse_bytes as parse_bytes,
-    )
-    from modelworks.config.quantities import (
         parse_count as parse_count,
     )
     from modelworks.config.resume import (
         MAY_CHANGE as MAY_CHANGE,
-    )
-    from modelworks.config.resume import (
         Difference as Difference,
-    )
-    from modelworks.config.resume import (
         differences as differences,
-    )
-    from modelworks.config.resume import (
         resume_differences as resume_differences,
     )
     from modelworks.config.run import (
         CheckpointConfig as CheckpointConfig,
-    )
-    from modelworks.config.run import (
         DataConfig as DataConfig,
-    )
-    from modelworks.config.run import (
         EvaluateConfig as EvaluateConfig,
-    )
-    from modelworks.config.run import (
         HealthConfig as HealthConfig,
-    )
-    from modelworks.config.run import (
         LossScaleConfig as LossScaleConfig,
-    )
-    from modelworks.config.run import (
         MixtureChange as MixtureChange,
-    )
-    from modelworks.config.run import (
         OptimizerConfig as OptimizerConfig,
-    )
-    from modelworks.config.run import (
         ParallelConfig as ParallelConfig,
-    )
-    from modelworks.config.run import (
         ParameterGroup as ParameterGroup,
-    )
-    from modelworks.config.run import (
         RunConfig as RunConfig,
-    )
-    from modelworks.config.run import (
         ScheduleConfig as ScheduleConfig,
-    )
-    from modelworks.config.run import (
         SourceConfig as SourceConfig,
-    )
-    from modelworks.config.run import (
         TokenizerTraining as TokenizerTraining,
-    )
-    from modelworks.config.run import (
         TrainConfig as TrainConfig,
     )
     from modelworks.config.validate import parse_model_config as parse_model_config
+    # isort: on
 
 _OFFERS = {
     "counts": ["FlopCount", "ParameterCount", "count_parameters", "parameter_shapes", "training_flops_per_token"],
-    "errors": ["ConfigError", "Problem", "UserError", "nearest"],
+    "errors": ["ConfigError", "Problem", "UserError", "nearest", "show_value"],
     "load": ["dump_yaml", "load_run_config", "parse_run_config"],
     "model": ["ModelConfig", "RopeScaling"],
     "named_models": ["preset", "preset_names", "preset_source", "presets"],
