@@ -191,7 +191,8 @@ def _attend_one(q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, window: int | No
     """One new token sees all keys: the heads of a group become its queries, and no key is ever copied."""
     if window is not None:
         k_BGSK, v_BGSK = k_BGSK[:, :, -window:], v_BGSK[:, :, -window:]
-    q_BGQK = q_BH1K.squeeze(2).unflatten(1, (k_BGSK.shape[1], -1))
+    rows, n_groups, _, head_dim = k_BGSK.shape
+    q_BGQK = q_BH1K.reshape(rows, n_groups, -1, head_dim)
     return F.scaled_dot_product_attention(q_BGQK, k_BGSK, v_BGSK).flatten(1, 2).unsqueeze(2)
 
 

@@ -55,14 +55,18 @@ def activation_bytes(forward: Callable[[], Tensor], excluded: list[Tensor]) -> i
     with _StorageRecorder(seen):
         result = forward()
     known = {tensor.untyped_storage().data_ptr() for tensor in [*excluded, result]}
-    return sum(size for pointer, (reference, size) in seen.items() if not reference.expired() and pointer not in known)
+    total = 0
+    for pointer, (reference, size) in seen.items():
+        if pointer not in known and not reference.expired():  # type: ignore[no-untyped-call]
+            total += size
+    return total
 
 
-class _StorageRecorder(TorchDispatchMode):
+class _StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every storage that an operation returns, without keeping it alive."""
 
     def __init__(self, seen: dict[int, tuple[StorageWeakRef, int]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,5 +75,6 @@ class _StorageRecorder(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 # An address that is used again belongs to a storage whose predecessor is gone.
-                self.seen[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self.seen[storage.data_ptr()] = (reference, storage.nbytes())
         return result

@@ -97,7 +97,7 @@ class Block(nn.Module):
         x = x if self.pre_norm else self.attention_norm(x)
         inner = self.feed_forward_norm(x) if self.pre_norm else x
         x = self._join(x, self.feed_forward(inner), context, "feed_forward")
-        return x if self.pre_norm else self.feed_forward_norm(x)  # type: ignore[no-any-return]
+        return x if self.pre_norm else self.feed_forward_norm(x)
 
     def _join(self, x: Tensor, change: Tensor, context: AttentionContext, site: str) -> Tensor:
         if self.training:

@@ -36,9 +36,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation | None, context: AttentionContext) -> Tensor:
         q, k, v = packed_linear(x, (self.q, self.k, self.v))
-        q_BTHK = q.unflatten(-1, (-1, self.head_dim))
-        k_BTGK = k.unflatten(-1, (-1, self.head_dim))
-        v_BTGK = v.unflatten(-1, (-1, self.head_dim))
+        rows, length, _ = x.shape
+        q_BTHK = q.view(rows, length, -1, self.head_dim)
+        k_BTGK = k.view(rows, length, -1, self.head_dim)
+        v_BTGK = v.view(rows, length, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         if rotation is not None:

@@ -32,7 +32,7 @@ def packed_linear(x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
     weight = _joined([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     y = F.linear(x, weight, _joined(biases) if biases else None)
-    return y.split([layer.weight.shape[0] for layer in layers], dim=-1)
+    return torch.split(y, [layer.weight.shape[0] for layer in layers], dim=-1)
 
 
 def pack_storage(layers: Sequence[Linear]) -> None:
@@ -40,7 +40,8 @@ def pack_storage(layers: Sequence[Linear]) -> None:
     for parameters in ([layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]):
         if parameters and not _back_to_back(parameters):
             whole = torch.cat([parameter.detach() for parameter in parameters])
-            for parameter, part in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
+            parts = torch.split(whole, [parameter.shape[0] for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
                 parameter.data = part
 
 
