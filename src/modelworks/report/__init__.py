@@ -1,0 +1,8 @@
+"""Pages about runs, from their records alone."""
+
+from __future__ import annotations
+
+from modelworks.report.comparison import write_comparison
+from modelworks.report.run_report import write_report
+
+__all__ = ["write_comparison", "write_report"]
