@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from modelworks.models.families import from_hugging_face as from_hugging_face
     from modelworks.models.families import name_map as name_map
     from modelworks.models.families import to_hugging_face as to_hugging_face
-    from modelworks.models.generate import Sampling as Sampling
     from modelworks.models.generate import generate as generate
     from modelworks.models.initialization import initial_values as initial_values
     from modelworks.models.initialization import initialize as initialize
     from modelworks.models.recompute import activation_bytes as activation_bytes
+    from modelworks.models.sampling import Sampling as Sampling
     from modelworks.models.transformer import Transformer as Transformer
 
 _HOME = {
@@ -33,7 +33,7 @@ _HOME = {
     "DocumentContext": "context",
     "DropoutKey": "dropout",
     "NameEntry": "families",
-    "Sampling": "generate",
+    "Sampling": "sampling",
     "Transformer": "transformer",
     "activation_bytes": "recompute",
     "canonical_name": "families",
@@ -51,4 +51,6 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    # Kept: importing the file `generate` puts the module where the function of that name belongs.
+    globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value
