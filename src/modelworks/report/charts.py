@@ -55,7 +55,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. note: what the reader should know, one sentence. zero: whether the axis starts at 0."""
+    """One chart. note: a sentence the reader should know. zero: the axis starts at 0. log: it is logarithmic at first."""
 
     title: str
     unit: str
@@ -63,6 +63,7 @@ class Chart:
     note: str = ""
     references: list[Reference] = field(default_factory=list)
     zero: bool = False
+    log: bool = False
     wide: bool = False
 
     def data(self) -> dict[str, Any]:
@@ -70,6 +71,7 @@ class Chart:
             "title": self.title,
             "unit": self.unit,
             "zero": self.zero,
+            "log": self.log,
             "curves": [curve.data() for curve in self.curves],
             "references": [{"label": reference.label, "value": reference.value} for reference in self.references],
         }
@@ -114,13 +116,14 @@ def run_charts(run: Run) -> list[Chart]:
         series = run.series.get(name)
         return [Curve(label, series, colour, role, run.tokens_per_step, run.first_time or 0.0)] if series else []
 
-    def smoothed(name: str, label: str, colour: int = 0) -> list[Curve]:
+    def smoothed(name: str, label: str = "", colour: int = 0) -> list[Curve]:
+        prefix = f"{label}, " if label else ""
         series = run.series.get(name)
         if series is None or len(series.steps) < 20:
-            return curve(name, label, colour)
+            return curve(name, label or "each step", colour)
         average = Series(name, series.unit, series.steps, smooth(series.values), series.times)
-        line = Curve(f"{label} (smoothed)", average, colour, "line", run.tokens_per_step, run.first_time or 0.0)
-        return [*curve(name, label, colour, "faint"), line]
+        line = Curve(f"{prefix}smoothed", average, colour, "line", run.tokens_per_step, run.first_time or 0.0)
+        return [*curve(name, f"{prefix}each step", colour, "faint"), line]
 
     references = [
         Reference(name, value)
@@ -134,12 +137,13 @@ def run_charts(run: Run) -> list[Chart]:
             "nats/token",
             smoothed("train/loss", "train") + curve("val/loss", "validation", 1, "points"),
             wide=True,
+            log=True,
         ),
         Chart("Validation against compressors", "bits/byte", bits, references=references if bits else []),
         Chart("Learning rate", "", curve("train/lr", "learning rate"), zero=True),
-        Chart("Gradient norm", "", smoothed("train/grad_norm", "before clipping"), note=_clip_note(run)),
-        Chart("Throughput", "tokens/s", smoothed("train/tokens_per_second", "tokens per second"), zero=True),
-        Chart("Model FLOPs utilisation", "%", [_scaled(c, 100.0) for c in smoothed("train/mfu", "MFU")], zero=True),
+        Chart("Gradient norm", "", smoothed("train/grad_norm"), *_clipping(run)),
+        Chart("Throughput", "tokens/s", smoothed("train/tokens_per_second"), zero=True),
+        Chart("Model FLOPs utilisation", "%", [_scaled(c, 100.0) for c in smoothed("train/mfu")], zero=True),
         Chart(
             "Memory",
             "GiB",
@@ -187,7 +191,7 @@ def comparison_charts(labels: Sequence[str], runs: Sequence[Run]) -> list[Chart]
         return Chart(title, unit, curves, **options)
 
     charts = [
-        chart("Training loss, smoothed", "nats/token", "train/loss", average=True, wide=True),
+        chart("Training loss, smoothed", "nats/token", "train/loss", average=True, wide=True, log=True),
         chart("Validation loss", "nats/token", "val/loss", role="points"),
         chart("Validation bits per byte", "bits/byte", "val/bits_per_byte", role="points"),
         chart("Gradient norm, smoothed", "", "train/grad_norm", average=True),
@@ -211,13 +215,15 @@ def _scaled(curve: Curve, factor: float) -> Curve:
     return Curve(curve.label, scaled, curve.colour, curve.role, curve.tokens_per_step, curve.start)
 
 
-def _clip_note(run: Run) -> str:
+def _clipping(run: Run) -> tuple[str, list[Reference]]:
+    """How often the norm was clipped, and the line it was clipped at if any step reached it."""
     limit = run.setting("train.grad_clip")
     series = run.series.get("train/grad_norm")
     if not isinstance(limit, (int, float)) or not series:
-        return ""
-    over = sum(1 for value in series.values if value > limit)
-    return f"Clipped at {limit:g}: {numbers.percent(over / len(series.values))} of the steps were above it."
+        return "", []
+    over = sum(1 for value in series.values if not value <= limit)
+    note = f"{numbers.percent(over / len(series.values))} of the steps were above the limit of {limit:g}."
+    return note, [Reference("clipped at", float(limit))] if over else []
 
 
 def _cell(value: float | None, unit: str) -> str:

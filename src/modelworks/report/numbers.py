@@ -42,7 +42,7 @@ def duration(seconds: float | None) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    return MISSING if share is None else f"{100 * share:.{digits}f} %"
+    return MISSING if share is None else f"{100 * share:.{digits}f}\u00a0%"
 
 
 def figure(value: float | None, digits: int = 3) -> str:
@@ -59,7 +59,7 @@ def quantity(value: float, unit: str) -> str:
     if unit.startswith("FLOP"):
         for scale, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
             if abs(value) >= scale:
-                return f"{value / scale:.3g} {suffix}{unit}"
+                return f"{value / scale:.3g}\u00a0{suffix}{unit}"
     number = count(value) if abs(value) >= 100 else f"{value:.4g}"
     return f"{number} {unit}".strip()
 

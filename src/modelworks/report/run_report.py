@@ -108,7 +108,7 @@ def _judge(own: float, baselines: dict[str, float]) -> str:
     if not baselines:
         return "No compressor was measured on the same text, so there is nothing to hold this against."
     comparisons = [
-        f"{numbers.percent(abs(1 - own / value), 0)} {'below' if own < value else 'above'} {name} ({value:.3f})"
+        f"{numbers.percent(abs(1 - own / value), 0)} {'fewer' if own < value else 'more'} bits than {name}"
         for name, value in baselines.items()
     ]
     beaten = [name for name, value in baselines.items() if own < value]
@@ -118,7 +118,7 @@ def _judge(own: float, baselines: dict[str, float]) -> str:
         opinion = f"The model predicts this text better than {beaten[0]}, but not yet better than the other compressor"
     else:
         opinion = "The model does not beat the compressors on this text yet; a longer run should"
-    return f"{opinion}: it needs {' and '.join(comparisons)} on the same validation files. Lower is better."
+    return f"{opinion}: {' and '.join(comparisons)} on the same files."
 
 
 def _tiles(run: Run) -> list[dict[str, str]]:
@@ -138,7 +138,7 @@ def _tiles(run: Run) -> list[dict[str, str]]:
         _tile("Tokens", numbers.count(tokens(run)), _tokens_detail(run)),
         _tile("Time", numbers.duration(run.seconds)),
         _tile("Throughput", numbers.count(speed), "tokens/s"),
-        _tile("Model FLOPs utilisation", numbers.percent(utilisation), _utilisation_detail(run)),
+        _tile("Utilisation (MFU)", numbers.percent(utilisation), _utilisation_detail(run)),
     ]
 
 

@@ -33,22 +33,23 @@ def downsample(
     return [_point(steps, times, values, i) for i in sorted(kept)]
 
 
-def smooth(values: Sequence[float], *, span: float | None = None) -> list[float]:
-    """Exponential moving average over about `span` rows (default: 2 % of them), without the bias of its start.
+def smooth(values: Sequence[float], *, reach: int | None = None) -> list[float]:
+    """Centred moving average over `reach` rows to each side (default: 1 % of all rows).
 
-    Rows that are not finite stay so and do not enter the average.
+    Centred, so that a falling curve does not lag behind as it does with an exponential average. At the start, where
+    curves are steep, the window narrows evenly and stays centred; at the end it looks back only, so that the last
+    value is an average too. Rows that are not finite stay so and do not enter the average.
     """
-    span = max(1.0, len(values) / 50) if span is None else span
-    keep = 1.0 - 1.0 / span
-    total = weight = 0.0
-    smoothed = []
+    reach = max(1, len(values) // 100) if reach is None else reach
+    sums, counts = [0.0], [0]
     for value in values:
-        if math.isfinite(value):
-            total = keep * total + value
-            weight = keep * weight + 1.0
-            smoothed.append(total / weight)
-        else:
-            smoothed.append(value)
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    smoothed = []
+    for i, value in enumerate(values):
+        low, high = max(0, i - reach), min(i + min(reach, i), len(values) - 1) + 1
+        smoothed.append((sums[high] - sums[low]) / (counts[high] - counts[low]) if math.isfinite(value) else value)
     return smoothed
 
 

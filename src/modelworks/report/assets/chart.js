@@ -24,7 +24,13 @@
       if (size >= unit) return +(value / (suffix === "K" ? 1e3 : unit)).toPrecision(3) + suffix;
     }
     if (size !== 0 && size < 1e-3) return value.toExponential(1).replace("e-", "e−");
-    return size >= 1000 ? value.toLocaleString("en-US") : String(+value.toPrecision(4));
+    return size >= 1000 ? Math.round(value).toLocaleString("en-US") : String(+value.toPrecision(4));
+  }
+
+  // Readings keep their last zeros, so that they do not jump about as the cursor moves.
+  function reading(value) {
+    const size = Math.abs(value);
+    return size >= 1000 || size === 0 || size < 1e-3 ? compact(value) : value.toPrecision(4);
   }
 
   function clock(seconds) {
@@ -49,7 +55,7 @@
   function logTicks(low, high, wanted) {
     const decades = Math.log10(high / low);
     if (decades < 0.7) return linearTicks(low, high, wanted);
-    const multiples = decades < 2.5 ? [1, 2, 5] : [1];
+    const multiples = decades < 1.3 ? [1, 1.5, 2, 3, 5, 7] : decades < 2.5 ? [1, 2, 5] : [1];
     const every = Math.max(1, Math.ceil(decades / wanted));
     const ticks = [];
     for (let p = Math.floor(Math.log10(low)); p <= Math.log10(high); p += every) {
@@ -73,10 +79,11 @@
       this.figure = figure;
       this.data = JSON.parse(figure.querySelector("script").textContent);
       this.svg = figure.querySelector("svg");
-      this.log = { x: false, y: false };
+      this.log = { x: false, y: this.data.log };
       this.cursor = null;
       this.legend();
       for (const button of figure.querySelectorAll("button[data-log]")) {
+        button.setAttribute("aria-pressed", this.log[button.dataset.log]);
         button.addEventListener("click", () => {
           const axis = button.dataset.log;
           this.log[axis] = !this.log[axis];
@@ -105,7 +112,6 @@
         list.append(item);
         return reading;
       });
-      this.place = this.figure.querySelector(".place");
       this.read();
     }
 
@@ -148,7 +154,7 @@
       this.x = scale(x0, x1, MARGIN.left, right, this.log.x);
       this.y = scale(y0, y1, bottom, MARGIN.top, this.log.y);
       const parts = [];
-      const rows = Math.max(3, Math.floor(this.height / 55)), columns = Math.max(2, Math.floor(this.width / 110));
+      const rows = Math.max(3, Math.floor(this.height / 36)), columns = Math.max(2, Math.floor(this.width / 110));
       for (const v of this.log.y ? logTicks(y0, y1, rows) : linearTicks(y0, y1, rows)) {
         const y = this.y.at(v).toFixed(1);
         parts.push(`<line class="grid" x1="${MARGIN.left}" x2="${right}" y1="${y}" y2="${y}"/>`,
@@ -161,10 +167,15 @@
           `<text class="tick" x="${anchor === "end" ? right : x.toFixed(1)}" y="${bottom + 17}" text-anchor="${anchor}">${formatX[xMode](v)}</text>`);
       }
       parts.push(`<line class="axis" x1="${MARGIN.left}" x2="${right}" y1="${bottom}" y2="${bottom}"/>`);
-      for (const reference of this.data.references) {
+      let above = -Infinity;
+      for (const reference of [...this.data.references].sort((a, b) => b.value - a.value)) {
         const y = this.y.at(reference.value);
+        if (!Number.isFinite(y)) continue;
+        // Two lines close together: the lower one is named below itself.
+        const shift = y - above < 17 ? 14 : -5;
+        above = y;
         parts.push(`<line class="reference" x1="${MARGIN.left}" x2="${right}" y1="${y.toFixed(1)}" y2="${y.toFixed(1)}"/>`,
-          `<text class="label" x="${right}" y="${(y - 5).toFixed(1)}" text-anchor="end">${escape(reference.label)} ${compact(reference.value)}</text>`);
+          `<text class="label" x="${right}" y="${(y + shift).toFixed(1)}" text-anchor="end">${escape(reference.label)} ${compact(reference.value)}</text>`);
       }
       for (const curve of this.data.curves) parts.push(this.path(curve));
       parts.push('<g class="cursor"></g>');
@@ -194,13 +205,12 @@
       this.data.curves.forEach((curve, c) => {
         const i = this.cursor === null ? curve.value.findLastIndex((v) => v !== null) : nearest(curve, this.cursor);
         const value = i < 0 ? null : curve.value[i];
-        this.readings[c].textContent = i < 0 ? "–" : value === null ? "not finite" : compact(value);
+        this.readings[c].textContent = i < 0 ? "–" : value === null ? "not finite" : reading(value);
         if (i >= 0 && curve.role !== "points") spot = spot || { curve, i };
       });
       if (!this.overlay) return;
       if (this.cursor === null) {
         this.overlay.innerHTML = "";
-        this.place.textContent = "";
         return;
       }
       spot = spot || { curve: this.data.curves[0], i: nearest(this.data.curves[0], this.cursor) };
@@ -213,12 +223,14 @@
         const [cx, cy] = [this.x.at(xOf[xMode](curve, i)), this.y.at(curve.value[i])];
         if (Number.isFinite(cx) && Number.isFinite(cy)) marks += `<circle class="c${curve.colour}" cx="${cx.toFixed(1)}" cy="${cy.toFixed(1)}" r="4"/>`;
       }
-      this.overlay.innerHTML = marks;
       const { curve, i } = spot;
       const places = [`step ${curve.step[i].toLocaleString("en-US")}`];
       if (curve.tokensPerStep) places.push(`${compact(curve.step[i] * curve.tokensPerStep)} tokens`);
       places.push(clock(curve.seconds[i]));
-      this.place.textContent = places.join(" · ");
+      // Beside the line, on the side with more room.
+      const side = x > (MARGIN.left + this.width) / 2 ? [-6, "end"] : [6, "start"];
+      marks += `<text x="${(x + side[0]).toFixed(1)}" y="${MARGIN.top + 8}" text-anchor="${side[1]}">${places.join(" · ")}</text>`;
+      this.overlay.innerHTML = marks;
     }
   }
 
