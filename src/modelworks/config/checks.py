@@ -25,6 +25,7 @@ def cross_problems(sections: Sections) -> list[Problem]:
     problems: list[Problem] = []
     if data:
         problems += _sources(data)
+        problems += _validation(data)
         problems += _mixture_changes(data)
     if model and data:
         problems += _lengths(model, data)
@@ -56,7 +57,7 @@ def _unused(sections: Sections) -> Iterator[tuple[str, str]]:
     if train := sections.train:
         if train.precision not in ("auto", "fp16"):
             reason = f"only fp16 scales the loss, and train.precision is {train.precision}"
-            yield from ((f"train.loss_scale{tail}", reason) for tail in ("", ".initial", ".growth_interval"))
+            yield "train.loss_scale", reason
         if train.grad_clip is None:
             yield "train.grad_clip_norm", "train.grad_clip is null, so gradients are not clipped"
     if optimizer := sections.optimizer:
@@ -118,6 +119,13 @@ def _sources(data: DataConfig) -> Iterator[Problem]:
         if source.type != "python-stdlib" and not source.path:
             expected = f"a file or a glob: a {source.type} source reads files"
             yield Problem(f"data.sources.{index}.path", source.path, expected)
+
+
+def _validation(data: DataConfig) -> Iterator[Problem]:
+    if data.validation.unit != "percent" or not 0 < data.validation.value < 100:
+        yield Problem(
+            "data.validation", str(data.validation), "a share of the documents between 0% and 100%, such as 1%"
+        )
 
 
 def _mixture_changes(data: DataConfig) -> Iterator[Problem]:

@@ -87,7 +87,8 @@ def _remove(values: Any, parts: list[str]) -> None:
 def _with_line(problem: Problem, document: Document, raw: dict[str, Any]) -> Problem:
     """Add the line of the key, or of the nearest enclosing key that is written in the file itself."""
     parts = problem.key.split(".")
-    same = _written(raw, parts) == _written(document.value, parts)
+    here, there = _written(raw, parts), _written(document.value, parts)
+    same = here is there or here == there  # nan is not equal to itself
     while parts and same:
         if line := document.lines.get(".".join(parts)):
             return Problem(problem.key, problem.value, problem.expected, problem.suggestion, line)

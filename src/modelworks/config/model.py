@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from modelworks.config.errors import Problem, ProblemsError
-from modelworks.config.quantities import Whole, parse_count
+from modelworks.config.quantities import Flag, Real, Whole, parse_count
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 # Bounds far above anything built, so that a slip of the finger (1e30 layers) is answered at once.
@@ -20,7 +20,7 @@ Positive = Annotated[Whole, Field(gt=0, le=2**40)]
 Layers = Annotated[Whole, Field(gt=0, le=4096)]
 Width = Annotated[Whole, Field(gt=0, le=2**22)]
 Length = Annotated[Whole, Field(gt=0, le=2**30)]
-Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+Probability = Annotated[Real, Field(ge=0.0, lt=1.0)]
 
 
 class Frozen(BaseModel):
@@ -44,16 +44,16 @@ class RopeScaling(Frozen):
     """
 
     type: Literal["linear", "dynamic", "yarn", "llama3"]
-    factor: Annotated[float, Field(ge=1.0)] = 1.0
+    factor: Annotated[Real, Field(ge=1.0)] = 1.0
     original_max_seq_len: Length | None = None
     # llama3
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: Real = 1.0
+    high_freq_factor: Real = 4.0
     # yarn
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
+    beta_fast: Real = 32.0
+    beta_slow: Real = 1.0
+    attention_factor: Real | None = None
+    truncate: Flag = True
 
 
 # What each family fixes. A key of the user's own config wins over these.
@@ -87,24 +87,24 @@ class ModelConfig(Frozen):
     d_ff: Width = None  # type: ignore[assignment]  # derived: 4 d, or 8/3 d rounded up to 64 where gated
     vocab_size: Annotated[Whole, Field(gt=0, le=2**26)]
     max_seq_len: Length = 1024
-    tie_embeddings: bool = False
+    tie_embeddings: Flag = False
 
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     norm_position: Literal["pre", "post"] = "pre"
-    norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
+    norm_eps: Annotated[Real, Field(gt=0.0)] = 1e-5
     feed_forward: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"] = "swiglu"
     positions: Literal["rope", "learned", "none"] = "rope"
-    rope_theta: Annotated[float, Field(gt=0.0)] = 10_000.0
+    rope_theta: Annotated[Real, Field(gt=0.0)] = 10_000.0
     rope_scaling: RopeScaling | None = None
-    attention_bias: bool = False
-    attention_output_bias: bool = False
-    feed_forward_bias: bool = False
-    qk_norm: bool = False
+    attention_bias: Flag = False
+    attention_output_bias: Flag = False
+    feed_forward_bias: Flag = False
+    qk_norm: Flag = False
     sliding_window: Length | None = None
-    residual: bool = True
+    residual: Flag = True
     dropout: Probability = 0.0
     attention_dropout: Probability = 0.0
-    init_std: Annotated[float, Field(gt=0.0)] = 0.02
+    init_std: Annotated[Real, Field(gt=0.0)] = 0.02
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, GetCoreSchemaHandler, PlainSerializer
+from pydantic import BeforeValidator, GetCoreSchemaHandler, PlainSerializer, Strict
 from pydantic_core import CoreSchema, core_schema
 
 Unit = Literal["steps", "tokens", "epochs", "percent"]
@@ -25,7 +25,7 @@ _BYTES = {
     **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
 }
 _LARGEST = 10**18  # beyond anything meant
-_NUMBER = r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*"
+_NUMBER = r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*"
 _DURATION = re.compile(_NUMBER + r"([kmbgtKMBGT]?)\s*(steps?|tokens?|epochs?|%)\s*$")
 _COUNT_TEXT = re.compile(_NUMBER + r"([kmbgtKMBGT]?)\s*$")
 _BYTES_TEXT = re.compile(_NUMBER + r"([kmgtKMGT]?[iI]?[bB])\s*$")
@@ -155,12 +155,21 @@ def _whole(value: object) -> object:
     return value
 
 
+def _not_truth(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    return value
+
+
 def _byte_size(value: object) -> int:
     if not isinstance(value, (int, str)):
         raise ValueError("a size with a unit, such as 512KiB or 2GB")
     return parse_bytes(value)
 
 
+# Python takes True for 1; a person who writes `true` does not.
+Real = Annotated[float, BeforeValidator(_not_truth)]
+Flag = Annotated[bool, Strict()]
 # Plain ints once validated. Whole: `4096`, `64K`, `1.5M`. ByteSize: `512KiB`, `2GB`, written back with its unit.
 Whole = Annotated[int, BeforeValidator(_whole)]
 ByteSize = Annotated[

@@ -16,7 +16,7 @@ from modelworks.config.checks import cross_problems
 from modelworks.config.errors import ProblemsError
 from modelworks.config.model import Frozen, Length, ModelConfig, Positive, Probability
 from modelworks.config.named_models import expand_model
-from modelworks.config.quantities import ByteSize, Duration, Whole, Words
+from modelworks.config.quantities import ByteSize, Duration, Flag, Real, Whole, Words
 
 # Names become directories and parts of record names.
 Name = Annotated[
@@ -24,8 +24,8 @@ Name = Annotated[
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}$"),
     Words("a name of letters, digits and . _ + = -, at most 100, beginning with a letter or digit"),
 ]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
+Share = Annotated[Real, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[Real, Field(ge=0.0)]
 
 
 class SourceConfig(Frozen):
@@ -35,7 +35,7 @@ class SourceConfig(Frozen):
     type: Literal["python-stdlib", "text", "jsonl", "parquet"]
     path: str | list[str] | None = None  # files or globs; not for python-stdlib
     field: str = "text"  # the column or JSON key that holds the text
-    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    weight: Annotated[Real, Field(gt=0.0)] = 1.0
     # text: one document a file, or one a blank-line-separated paragraph block
     split: Literal["file", "paragraph"] = "file"
     invalid_utf8: Literal["error", "replace", "skip"] = "error"
@@ -63,7 +63,7 @@ class DataConfig(Frozen):
     packing: Literal["within-document", "across"] = "within-document"
     validation: Duration = Duration(1, "percent")
     mixture_changes: list[MixtureChange] = []
-    shuffle: bool = True
+    shuffle: Flag = True
     cache: str = "~/.cache/modelworks/data"
     workers: Annotated[Whole, Field(ge=0, le=1024)] = 0  # processes that tokenise; 0: one per core
 
@@ -71,7 +71,7 @@ class DataConfig(Frozen):
 class LossScaleConfig(Frozen):
     """Dynamic loss scaling, used by fp16 only."""
 
-    initial: Annotated[float, Field(gt=0.0)] = 65536.0
+    initial: Annotated[Real, Field(gt=0.0)] = 65536.0
     growth_interval: Positive = 2000
 
 
@@ -81,9 +81,9 @@ class TrainConfig(Frozen):
     micro_batch: Positive | Literal["auto"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "bf16-autocast", "fp16"] = "auto"
     recompute: Literal["none", "selective", "full"] = "none"
-    compile: bool = False
-    grad_clip: Annotated[float, Field(gt=0.0)] | None = 1.0
-    grad_clip_norm: Annotated[float, Field(gt=0.0)] | Literal["inf"] = 2.0
+    compile: Flag = False
+    grad_clip: Annotated[Real, Field(gt=0.0)] | None = 1.0
+    grad_clip_norm: Annotated[Real, Field(gt=0.0)] | Literal["inf"] = 2.0
     z_loss: NonNegative = 0.0
     label_smoothing: Probability = 0.0
     loss_scale: LossScaleConfig = LossScaleConfig()
@@ -103,7 +103,7 @@ class OptimizerConfig(Frozen):
     name: Literal["adamw"] = "adamw"
     lr: NonNegative = 3e-4
     betas: tuple[Probability, Probability] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    eps: Annotated[Real, Field(gt=0.0)] = 1e-8
     weight_decay: NonNegative = 0.1
     # no decay for norms, biases and embeddings: globs over full parameter names
     no_decay: list[str] = ["*norm.weight", "*.bias", "*embedding.weight"]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -237,6 +238,8 @@ def _unknown_key(path: str, value: Any, section: type[BaseModel]) -> Problem:
     elsewhere = [key for key in everywhere if key.rpartition(".")[2] == name and "*" not in key]
     if name in _OTHER_NAMES:
         suggestion: str | None = _OTHER_NAMES[name]
+    elif slip := get_close_matches(name, keys, n=1, cutoff=0.85):
+        suggestion = f"{inside}{slip[0]}"
     elif elsewhere:
         suggestion = "` or `".join(elsewhere[:3])
     else:

@@ -54,7 +54,7 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.MappingNode):
             seen: dict[str, int] = {}
             for key, _ in node.value:
-                if key.value in seen and isinstance(key, yaml.ScalarNode):
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
                     raise yaml.constructor.ConstructorError(
                         None,
                         None,
@@ -92,11 +92,19 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # Other styles fold unusual line breaks into spaces; double quotes escape them.
+        style = None if text.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 def parse_yaml(text: str, where: str) -> Document:
     """Read one YAML document. Raises UserError naming `where`, the line and what is wrong there."""
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         value = None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -106,8 +114,6 @@ def parse_yaml(text: str, where: str) -> Document:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
         raise UserError(f"{where}: not readable as YAML: {reason}") from None
-    finally:
-        loader.dispose()
     lines: dict[str, int] = {}
     if node is not None:
         _collect_lines(node, "", lines, set())
