@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 Kind = Literal["measured", "predicted", "event"]
 
@@ -34,31 +35,27 @@ class Record:
 
 
 class RecordWriter:
-    """Appends records to a file, one JSON object a line. Non-finite numbers are written as the text `nan`, `inf`."""
+    """Appends records to a file, one JSON object a line. Non-finite numbers are written as the text `nan`, `inf`.
+
+    A call writes all of its records or, raising OSError (a full disk), none: it can be repeated later.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, *records: Record) -> None:
-        for record in records:
-            row: dict[str, Any] = {
-                "step": record.step,
-                "name": record.name,
-                "value": record.value,
-                "unit": record.unit,
-                "kind": record.kind,
-                "time": round(record.time, 3),
-            }
-            if isinstance(record.value, float) and not math.isfinite(record.value):
-                row["value"], row["non_finite"] = str(record.value), True
-            if record.tags:
-                row["tags"] = record.tags
-            self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        rows = "".join(_row(record) for record in records).encode()
+        size = os.fstat(self._descriptor).st_size
+        try:
+            while rows:
+                rows = rows[os.write(self._descriptor, rows) :]
+        except OSError:
+            os.ftruncate(self._descriptor, size)
+            raise
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._descriptor)
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -70,6 +67,20 @@ def read_records(path: Path) -> Iterator[Record]:
             except json.JSONDecodeError:
                 continue
             value = float(row["value"]) if row.pop("non_finite", False) else row["value"]
-            yield Record(
-                row["step"], row["name"], value, row["unit"], row["kind"], row.get("tags", {}), row["time"]
-            )
+            yield Record(row["step"], row["name"], value, row["unit"], row["kind"], row.get("tags", {}), row["time"])
+
+
+def _row(record: Record) -> str:
+    row: dict[str, Any] = {
+        "step": record.step,
+        "name": record.name,
+        "value": record.value,
+        "unit": record.unit,
+        "kind": record.kind,
+        "time": round(record.time, 3),
+    }
+    if isinstance(record.value, float) and not math.isfinite(record.value):
+        row["value"], row["non_finite"] = str(record.value), True
+    if record.tags:
+        row["tags"] = record.tags
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,122 @@
+"""`modelworks train`: one run, from its description to its report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from modelworks.cli.output import JsonFlag, Output, write_error
+from modelworks.config import UserError, count_parameters, load_run_config, training_flops_per_token
+
+if TYPE_CHECKING:
+    from modelworks.config import RunConfig
+    from modelworks.train import Result
+
+FAILED, PREEMPTED = 1, 75
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="A run description (YAML).", metavar="CONFIG")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value changes.", metavar="[KEY=VALUE]...")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last complete checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over, removing the earlier run.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Resolve, derive, count and print; train nothing.")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also write a trace and a table of time by operation.")
+    ] = False,
+    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="Where runs are kept.")] = Path("runs"),
+    json: JsonFlag = False,
+) -> None:
+    """Train a model from a run description, into runs/<name>/.
+
+    Ctrl-C or SIGTERM finish the step, save and exit with 75; --resume goes on from there.
+
+    Example:
+    modelworks train configs/quickstart.yaml train.duration="500 steps" name=short
+    """
+    run = load_run_config(config, overrides or [])
+    output = Output(json=json)
+    if dry_run:
+        if resume or overwrite or profile:
+            raise UserError("--dry-run trains nothing: leave out --resume, --overwrite and --profile")
+        output.result(_dry_run(run, output))
+        return
+    from modelworks.report import write_report
+    from modelworks.train import TrainingFailed, train
+
+    run_dir = runs_dir / run.name
+    try:
+        result = train(run, run_dir, resume=resume, overwrite=overwrite, profile=profile, console=output.console)
+    except TrainingFailed as error:
+        write_report(run_dir)
+        write_error(str(error), FAILED, json=json)
+        raise typer.Exit(FAILED) from None
+    report = write_report(run_dir)
+    again = " ".join(["modelworks train", str(config), *_quoted(overrides or []), *_runs_option(runs_dir), "--resume"])
+    output.result({**_values(result), "report": str(report)})
+    if result.stopped_by and not result.last_save_failed:
+        output.print(
+            f"stopped by {result.stopped_by} at step {result.steps}, saved {result.checkpoint}; go on with: {again}"
+        )
+        raise typer.Exit(PREEMPTED)
+    if result.last_save_failed:
+        output.print(f"the last checkpoint could not be written; the newest good one is {result.checkpoint}")
+        raise typer.Exit(FAILED)
+    _print_end(run, result, report, output)
+
+
+def _values(result: Result) -> dict[str, Any]:
+    return asdict(result)
+
+
+def _print_end(run: RunConfig, result: Result, report: Path, output: Output) -> None:
+    """What a newcomer wants to know at the end, and what to do next."""
+    if result.val_bits_per_byte is not None:
+        others = ", ".join(f"{name} {value:.3f}" for name, value in result.baselines.items())
+        output.print(
+            f"validation: {result.val_bits_per_byte:.3f} bits per byte (compressors on the same text: {others})"
+        )
+    output.print(f"checkpoint: {result.checkpoint}")
+    output.print(f"report:     {report}")
+    output.print(f"go on with: modelworks generate {run.name} --prompt 'def '")
+
+
+def _dry_run(run: RunConfig, output: Output) -> dict[str, Any]:
+    """Everything that can be known without the data and without a step."""
+    from modelworks.train.derive import derive
+    from modelworks.train.job import measure, print_decisions
+
+    derived = derive(run, measure(run, output.console))
+    print_decisions(derived, output.console)
+    count = count_parameters(run.model)
+    return {
+        "dry_run": True,
+        "name": run.name,
+        "parameters": count.total,
+        "parameters_by_component": count.by_component,
+        "flops_per_token": training_flops_per_token(run.model, run.data.seq_len).training,
+        "steps": derived.total_steps,
+        "tokens": derived.total_steps * run.train.global_batch * run.data.seq_len,
+        "warmup_steps": derived.warmup_steps,
+        "micro_batch": derived.micro_batch,
+        "accumulation": derived.accumulation,
+        "precision": derived.precision.name,
+        "device": str(derived.device),
+        "memory": {**asdict(derived.memory), "total": derived.memory.total},
+        "decisions": [asdict(decision) for decision in derived.decisions],
+    }
+
+
+def _quoted(overrides: list[str]) -> list[str]:
+    import shlex
+
+    return [shlex.quote(text) for text in overrides]
+
+
+def _runs_option(runs_dir: Path) -> list[str]:
+    return [] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)]

@@ -1,0 +1,37 @@
+"""Training: the step, the loop around it, evaluation, and the run directory."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modelworks.train.derive import Decision as Decision
+    from modelworks.train.derive import Derived as Derived
+    from modelworks.train.derive import derive as derive
+    from modelworks.train.evaluation.validation import TextScore as TextScore
+    from modelworks.train.evaluation.validation import score_text as score_text
+    from modelworks.train.job import Result as Result
+    from modelworks.train.job import train as train
+    from modelworks.train.loop import TrainingFailed as TrainingFailed
+    from modelworks.train.loss import vocabulary_loss as vocabulary_loss
+
+_HOME = {
+    "Decision": "derive",
+    "Derived": "derive",
+    "Result": "job",
+    "TextScore": "evaluation.validation",
+    "TrainingFailed": "loop",
+    "derive": "derive",
+    "score_text": "evaluation.validation",
+    "train": "job",
+    "vocabulary_loss": "loss",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,196 @@
+"""What the configuration leaves open, decided from the machine and the data, each with its reason.
+
+`derive` turns `auto` into values and durations into optimiser steps. The resolved configuration that it returns
+re-runs the run: it has no `auto` left. Durations stay as they were written, and their length in steps is a decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from modelworks.config import Duration, RunConfig, UserError, count_parameters, format_bytes
+from modelworks.hardware import Machine, choose_device, choose_precision
+from modelworks.optim import Schedule, build_schedule
+from modelworks.train.memory import MemoryPrediction, predict_memory
+from modelworks.train.precision import PRECISIONS, Precision
+
+# Tokens of one micro-batch: enough rows for full-speed products. Beyond it activations only leave the caches sooner.
+CPU_TOKENS = 4096
+GPU_TOKENS = 32768
+# Share of the free memory that a run may plan to use; the rest is for the allocator, the data and the system.
+MEMORY_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One value that was not written, and why it is what it is."""
+
+    key: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Everything the loop needs to know. Lengths and intervals are in optimiser steps."""
+
+    config: RunConfig
+    device: torch.device
+    precision: Precision
+    micro_batch: int
+    accumulation: int
+    total_steps: int
+    warmup_steps: int
+    decay_steps: int
+    evaluate_every: int
+    tasks_every: int | None
+    checkpoint_every: int
+    keep_every: int | None
+    memory: MemoryPrediction
+    decisions: tuple[Decision, ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        return build_schedule(
+            self.config.schedule,
+            peak=self.config.optimizer.lr,
+            total_steps=self.total_steps,
+            warmup_steps=self.warmup_steps,
+            decay_steps=self.decay_steps,
+        )
+
+
+def derive(
+    config: RunConfig, machine: Machine, *, steps_per_epoch: float | None = None, earlier: RunConfig | None = None
+) -> Derived:
+    """Decide all that is open. steps_per_epoch: None while the data is unknown; then epochs are an error.
+
+    earlier: the resolved configuration of the run that is resumed, whose choices stand wherever this one says `auto`:
+    a run must not change its precision because it was resumed on a busier machine.
+    """
+    decisions: list[Decision] = []
+
+    def decide(key: str, value: object, reason: str) -> None:
+        decisions.append(Decision(key, str(value), reason))
+
+    resolved = _keep_earlier(config, earlier)
+    train = resolved.train
+    if train.device == "auto":
+        choice = choose_device(machine.facts)
+        decide("train.device", choice.value, choice.reason)
+        train = train.model_copy(update={"device": choice.value})
+    if train.precision == "auto":
+        choice = choose_precision(machine, train.device)
+        decide("train.precision", choice.value, choice.reason)
+        train = train.model_copy(update={"precision": choice.value})
+    if train.micro_batch == "auto":
+        rows, reason = _choose_micro_batch(resolved.model_copy(update={"train": train}))
+        decide("train.micro_batch", rows, reason)
+        train = train.model_copy(update={"micro_batch": rows})
+    micro_batch = int(train.micro_batch)
+    accumulation = -(-train.global_batch // micro_batch)
+    decide("accumulation", accumulation, f"{train.global_batch} sequences in micro-batches of {micro_batch}")
+
+    steps = _Steps(train.global_batch * config.data.seq_len, steps_per_epoch)
+    total = steps.of("train.duration", train.duration)
+    decide("total steps", total, f"{train.duration} at {steps.tokens:,} tokens a step")
+    warmup = steps.of("schedule.warmup", config.schedule.warmup, total)
+    decide("warmup steps", warmup, f"schedule.warmup is {config.schedule.warmup}")
+    decay = steps.of("schedule.decay", config.schedule.decay, total) if config.schedule.name == "wsd" else 0
+    if decay:
+        decide("decay steps", decay, f"schedule.decay is {config.schedule.decay}")
+    evaluate_every = max(1, steps.of("evaluate.every", config.evaluate.every, total))
+    decide("evaluation every", f"{evaluate_every} steps", f"evaluate.every is {config.evaluate.every}, and at the end")
+    checkpoint = resolved.checkpoint
+    if checkpoint.every == "auto":
+        every = Duration(max(1, total // 10), "steps")
+        decide("checkpoint.every", every, "at most a tenth of the run is lost")
+        checkpoint = checkpoint.model_copy(update={"every": every})
+    assert isinstance(checkpoint.every, Duration)
+    tasks_every, keep_every = config.evaluate.tasks_every, checkpoint.keep_every
+    return Derived(
+        config=resolved.model_copy(update={"train": train, "checkpoint": checkpoint}),
+        device=torch.device(train.device),
+        precision=PRECISIONS[train.precision],
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        total_steps=total,
+        warmup_steps=warmup,
+        decay_steps=decay,
+        evaluate_every=evaluate_every,
+        tasks_every=None if tasks_every is None else max(1, steps.of("evaluate.tasks_every", tasks_every, total)),
+        checkpoint_every=max(1, steps.of("checkpoint.every", checkpoint.every, total)),
+        keep_every=None if keep_every is None else max(1, steps.of("checkpoint.keep_every", keep_every, total)),
+        memory=_predict(resolved.model_copy(update={"train": train}), micro_batch),
+        decisions=tuple(decisions),
+    )
+
+
+class _Steps:
+    """Durations in steps. tokens: of one step, padding included."""
+
+    def __init__(self, tokens: int, per_epoch: float | None) -> None:
+        self.tokens, self.per_epoch = tokens, per_epoch
+
+    def of(self, key: str, duration: Duration, total: int | None = None) -> int:
+        if duration.unit == "epochs" and self.per_epoch is None:
+            raise UserError(
+                f"{key}: the length of `{duration}` is known once the data is built: run `modelworks data build` first"
+            )
+        return duration.steps(tokens_per_step=self.tokens, steps_per_epoch=self.per_epoch or 0.0, total_steps=total)
+
+
+def _keep_earlier(config: RunConfig, earlier: RunConfig | None) -> RunConfig:
+    """`config` with the earlier run's choices in place of `auto`."""
+    if earlier is None:
+        return config
+    kept: Mapping[str, object] = {
+        key: getattr(earlier.train, key)
+        for key in ("device", "precision", "micro_batch")
+        if getattr(config.train, key) == "auto"
+    }
+    checkpoint = config.checkpoint
+    if checkpoint.every == "auto":
+        checkpoint = checkpoint.model_copy(update={"every": earlier.checkpoint.every})
+    return config.model_copy(update={"train": config.train.model_copy(update=kept), "checkpoint": checkpoint})
+
+
+def _choose_micro_batch(config: RunConfig) -> tuple[int, str]:
+    """The largest even share of the global batch that runs at full speed and fits; rows and the reason."""
+    train, seq_len = config.train, config.data.seq_len
+    wanted = CPU_TOKENS if train.device == "cpu" else GPU_TOKENS
+    shares = [rows for rows in range(train.global_batch, 0, -1) if train.global_batch % rows == 0]
+    fast = [rows for rows in shares if rows * seq_len <= wanted] or [1]
+    free = _free_memory(train.device)
+    for rows in fast:
+        needed = _predict(config, rows).total
+        if needed <= MEMORY_SHARE * free:
+            reason = f"{rows * seq_len} tokens keep the products at full speed; needs {format_bytes(needed)}"
+            if rows < fast[0]:
+                reason = f"needs {format_bytes(needed)} of the {format_bytes(free)} free, {fast[0]} rows would not fit"
+            return rows, reason
+    total, parameters = _predict(config, 1).total, count_parameters(config.model).total
+    raise UserError(
+        f"this model ({parameters:,} parameters) needs about {format_bytes(total)} to train on rows of {seq_len} tokens, "
+        f"and {format_bytes(free)} are free; make the model or data.seq_len smaller, set train.recompute to `full`, or "
+        f"set train.micro_batch to try nevertheless"
+    )
+
+
+def _predict(config: RunConfig, rows: int) -> MemoryPrediction:
+    return predict_memory(
+        config.model, config.train, precision=config.train.precision, micro_batch=rows, seq_len=config.data.seq_len
+    )
+
+
+def _free_memory(device: str) -> int:
+    """Bytes that this process can still get."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    from modelworks.hardware import facts
+
+    return min(int(psutil.virtual_memory().available), facts().memory)

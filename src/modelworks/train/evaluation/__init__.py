@@ -1,0 +1,1 @@
+"""Evaluation: validation loss, samples, and public question sets through lm-eval."""

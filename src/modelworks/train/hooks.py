@@ -1,0 +1,180 @@
+"""What happens after a step besides training: recording, evaluation, samples, question sets, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from modelworks.checkpoint import retain
+from modelworks.config import format_count
+from modelworks.data import Dataset, ScoredText, TrainLoader
+from modelworks.train.derive import Derived
+from modelworks.train.evaluation.samples import sample_texts
+from modelworks.train.evaluation.validation import TextScore, score_text
+from modelworks.train.loop import StepDone
+from modelworks.train.recording import MemoryMeter, RunLog
+from modelworks.train.state import TrainState
+from modelworks.train.terminal import Terminal
+
+
+@dataclass
+class Recording:
+    """Figures of every step, and the line or bar that shows them. peak_flops: the denominator of MFU, FLOP/s."""
+
+    log: RunLog
+    terminal: Terminal
+    memory: MemoryMeter
+    tokens_per_step: int
+    flops_per_token: float
+    peak_flops: float
+    losses: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+
+    def after_step(self, state: TrainState, done: StepDone) -> None:
+        step, result, log = done.step, done.result, self.log
+        speed = self.tokens_per_step / done.seconds
+        log.figure(step, "train/loss", result.loss, "nats/token")
+        log.figure(step, "train/lr", done.lr)
+        log.figure(step, "train/grad_norm", result.grad_norm)
+        log.figure(step, "train/tokens_per_second", speed, "tokens/s")
+        log.figure(step, "train/mfu", self.mfu(speed))
+        for name, value in self.memory.figures().items():
+            log.figure(step, name, value, "bytes")
+        if state.scaler:
+            log.figure(step, "train/loss_scale", state.scaler.scale)
+            if not result.applied:
+                log.event(step, "warning", f"gradients overflowed: step skipped, loss scale now {state.scaler.scale:g}")
+        self.losses.append(result.loss)
+        self.speeds.append(speed)
+        self.terminal.step(step, loss=result.loss, lr=done.lr, tokens_per_second=speed)
+
+    def mfu(self, tokens_per_second: float) -> float:
+        return tokens_per_second * self.flops_per_token / self.peak_flops
+
+
+@dataclass
+class Validation:
+    """Scores the validation text every so many steps and at the end, and writes samples beside it."""
+
+    log: RunLog
+    terminal: Terminal
+    derived: Derived
+    text: ScoredText
+    dataset: Dataset
+    loader: TrainLoader
+    prompts: list[str]
+    latest: TextScore | None = None
+
+    def after_step(self, state: TrainState, done: StepDone) -> None:
+        if done.last or (done.step % self.derived.evaluate_every == 0 and not done.stopping):
+            self.run(state)
+
+    def run(self, state: TrainState) -> None:
+        score = self.latest = score_text(state.model, self.text, precision=self.derived.precision)
+        figures = {
+            "val/loss": (score.loss, "nats/token"),
+            "val/perplexity": (score.perplexity, ""),
+            "val/bits_per_byte": (score.bits_per_byte, "bits/byte"),
+        }
+        for name, (value, unit) in figures.items():
+            self.log.figure(state.step, name, value, unit)
+            state.metrics[name.replace("/", "_")] = value
+        for source, count in self.loader.samples(state.step).items():
+            self.log.figure(state.step, f"data/{source}/samples", count, "samples")
+        self.terminal.say(
+            f"step {state.step}: validation loss {score.loss:.4f}, perplexity {score.perplexity:.2f}, "
+            f"{score.bits_per_byte:.4f} bits per byte"
+        )
+        with self.derived.precision.autocast(self.derived.device):
+            texts = sample_texts(state.model, self.dataset.tokenizer, self.prompts, seed=self.derived.config.seed)
+            for prompt, text in texts:
+                self.log.event(state.step, "sample", {"prompt": prompt, "text": text})
+                self.terminal.say(f"  sample: {prompt!r} -> {text!r}")
+
+
+@dataclass
+class Questions:
+    """Runs the lm-eval tasks on their own interval and at the end. evaluate: model state -> record name -> value."""
+
+    log: RunLog
+    terminal: Terminal
+    every: int | None
+    evaluate: Callable[[TrainState], dict[str, float]]
+
+    def after_step(self, state: TrainState, done: StepDone) -> None:
+        if done.last or (self.every and done.step % self.every == 0 and not done.stopping):
+            for name, value in self.evaluate(state).items():
+                self.log.figure(state.step, name, value)
+                state.metrics[name] = value
+                self.terminal.say(f"step {state.step}: {name} {value:.4f}")
+
+
+@dataclass
+class Checkpoints:
+    """Saves on an interval, at the best evaluation so far and at the end.
+
+    A save that fails (a full disk) is a warning: training goes on and the last good checkpoint stays. `failed` says
+    whether the last attempt did, so that a run which lost its end does not exit as a success.
+    """
+
+    log: RunLog
+    terminal: Terminal
+    derived: Derived
+    directory: Path
+    tokenizer: Path
+    protect: list[Path] = field(default_factory=list)
+    latest: Path | None = None
+    failed: bool = False
+    _saved_step: int = -1
+
+    def after_step(self, state: TrainState, done: StepDone) -> None:
+        improved = self._improved(state)
+        if improved or done.last or done.step % self.derived.checkpoint_every == 0:
+            self.save(state)
+
+    def save(self, state: TrainState) -> None:
+        """Save unless this very step is saved already."""
+        if self._saved_step == state.step:
+            return
+        settings = self.derived.config
+        try:
+            self.latest = state.save(self.directory, settings, self.tokenizer)
+            retain(
+                self.directory,
+                keep_last=settings.checkpoint.keep_last,
+                keep_every=self.derived.keep_every,
+                best=(settings.evaluate.best_metric, settings.evaluate.best_mode),
+                protect=self.protect,
+            )
+        except OSError as error:
+            self.failed = True
+            kept = f"the last good checkpoint is {self.latest.name}" if self.latest else "there is no checkpoint yet"
+            text = f"step {state.step}: the checkpoint could not be written ({error.strerror or error}); {kept}"
+            self.log.event(state.step, "warning", text)
+            self.terminal.say(f"warning: {text}; training goes on")
+            return
+        self.failed, self._saved_step = False, state.step
+        self.log.event(state.step, "checkpoint", str(self.latest))
+
+    def _improved(self, state: TrainState) -> bool:
+        """Whether this step's evaluation is the best so far; remembers it."""
+        settings = self.derived.config.evaluate
+        value = state.metrics.get(settings.best_metric)
+        if value is None or not math.isfinite(value):
+            return False
+        sign = 1 if settings.best_mode == "min" else -1
+        if state.best is not None and sign * value >= sign * state.best[0]:
+            return False
+        state.best = (value, state.step)
+        return True
+
+
+def describe_speed(recording: Recording) -> str:
+    """The run's median speed and utilisation in words."""
+    speeds = sorted(recording.speeds)
+    if not speeds:
+        return "no steps"
+    median = speeds[len(speeds) // 2]
+    return f"{format_count(median)} tokens/s, {recording.mfu(median):.1%} of the machine's peak"

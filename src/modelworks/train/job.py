@@ -1,0 +1,307 @@
+"""`train`: one run from its configuration to its last checkpoint, in a directory of its own.
+
+The order is that of what can go wrong: what the user may have to fix (the directory, the data, the vocabulary, what a
+resumed run may change) is checked before the first step, and nothing of an earlier run is touched before that.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
+from modelworks.config import (
+    RunConfig,
+    UserError,
+    count_parameters,
+    format_bytes,
+    format_count,
+    resume_differences,
+    training_flops_per_token,
+)
+from modelworks.data import TrainLoader, build_dataset, compression_baselines, validation_batches
+from modelworks.hardware import Machine, choose_threads, facts, measure_machine, peak_flops
+from modelworks.train import run_directory
+from modelworks.train.derive import Decision, Derived, derive
+from modelworks.train.evaluation.samples import choose_prompts
+from modelworks.train.hooks import Checkpoints, Questions, Recording, Validation, describe_speed
+from modelworks.train.loop import Hook, TrainingFailed, run_steps
+from modelworks.train.profiling import Profile
+from modelworks.train.recording import MemoryMeter, RunLog
+from modelworks.train.start import build_state, check_vocabulary
+from modelworks.train.state import TrainState
+from modelworks.train.stopping import stop_on_signals
+from modelworks.train.terminal import Terminal
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. losses in nats per token, of the last step and the last evaluation; mfu and
+    tokens_per_second are medians over this process's steps. stopped_by: the signal's name, None for a run that
+    reached its end. last_save_failed: the newest state is not on disk."""
+
+    steps: int
+    tokens: int
+    train_loss: float | None
+    val_loss: float | None
+    val_perplexity: float | None
+    val_bits_per_byte: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    seconds: float
+    checkpoint: str | None
+    baselines: dict[str, float]
+    parameters: int
+    peak_memory: int
+    stopped_by: str | None = None
+    last_save_failed: bool = False
+
+
+def train(
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    profile: bool = False,
+    console: Console | None = None,
+    machine: Machine | None = None,
+) -> Result:
+    """Run `config` in `run_dir`. console: where a person reads along; None is silent.
+
+    machine: measured figures of this machine, None measures them (or reads what was measured before).
+    Raises `UserError` for what the user can fix, and `TrainingFailed` when the run cannot go on.
+    """
+    console = console or Console(quiet=True)
+    started = time.monotonic()
+    with run_directory.locked(run_dir):
+        run_directory.prepare(run_dir, resume=resume, overwrite=overwrite)
+        checkpoint = _find_checkpoint(run_dir, console) if resume else None
+        machine = machine or measure(config, console)
+        dataset = build_dataset(config.data, progress=not console.quiet)
+        loader = TrainLoader(dataset, config.data, config.seed, config.train.global_batch)
+        earlier = checkpoint.config if checkpoint else None
+        derived = derive(config, machine, steps_per_epoch=loader.steps_per_epoch, earlier=earlier)
+        changes = []
+        if checkpoint:
+            changes = resume_differences(
+                checkpoint.config, derived.config, step=checkpoint.step, total_steps=derived.total_steps
+            )
+        remark = check_vocabulary(config, dataset)
+        questions = _questions(derived, dataset.tokenizer)
+
+        memory = MemoryMeter(derived.device)
+        memory.reset()
+        state = build_state(derived, weights=checkpoint is None)
+        if checkpoint:
+            state.restore(checkpoint)
+        run_directory.cut_records(run_dir / "records.jsonl", state.step)
+        (run_dir / "summary.json").unlink(missing_ok=True)
+        run_directory.write_config(run_dir, derived.config)
+        log = RunLog(run_dir, first_step=state.step)
+        print_decisions(derived, console)
+        for text in [*([remark] if remark else []), *(f"changed on resume: {change}" for change in changes)]:
+            console.print(text, markup=False)
+        terminal = Terminal(console, total_steps=derived.total_steps, log_every=config.train.log_every)
+        recording = Recording(
+            log,
+            terminal,
+            memory,
+            loader.tokens_per_step,
+            training_flops_per_token(config.model, config.data.seq_len).training,
+            peak_flops(machine, _compute_name(derived)).flops,
+        )
+        validation = Validation(
+            log,
+            terminal,
+            derived,
+            validation_batches(
+                dataset,
+                seq_len=config.data.seq_len,
+                rows=max(1, derived.micro_batch),
+                packing=config.data.packing,
+                max_tokens=config.evaluate.max_tokens,
+            ),
+            dataset,
+            loader,
+            choose_prompts(config.evaluate.prompts, dataset, config.evaluate.samples),
+        )
+        checkpoints = Checkpoints(
+            log,
+            terminal,
+            derived,
+            run_dir / "checkpoints",
+            dataset.tokenizer_directory,
+            protect=[checkpoint.path] if checkpoint else [],
+            latest=checkpoint.path if checkpoint else None,
+        )
+        baselines = {name: row.best for name, row in compression_baselines(dataset, progress=not console.quiet).items()}
+        _record_start(log, state, derived, baselines, machine)
+        hooks: list[Hook] = [recording, validation]
+        if questions:
+            hooks.append(Questions(log, terminal, derived.tasks_every, questions))
+        hooks.append(checkpoints)
+        try:
+            with terminal, stop_on_signals() as stop, Profile(run_dir if profile else None, derived) as profiling:
+                hooks.append(profiling)
+                terminal.start(state.step)
+                try:
+                    run_steps(state, derived, loader.iterate(state.step), hooks, stop)
+                except TrainingFailed as error:
+                    log.event(state.step, "warning", str(error))
+                    checkpoints.save(state)
+                    kept = f"; the state before it is {checkpoints.latest}" if checkpoints.latest else ""
+                    raise TrainingFailed(f"{error}{kept}") from error
+                # Already saved unless a signal stopped the run between two checkpoints.
+                checkpoints.save(state)
+            if profiling.table:
+                console.print(profiling.table, markup=False)
+            result = _result(
+                state, derived, loader, recording, validation, checkpoints, baselines, started, stop.signal
+            )
+            log.figure(state.step, "memory/training_peak", memory.peak() - memory.at_reset, "bytes")
+            if not result.stopped_by:
+                run_directory.write_summary(run_dir, asdict(result))
+                console.print(f"done: {state.step} steps, {describe_speed(recording)}", markup=False)
+            return result
+        finally:
+            log.close()
+
+
+def measure(config: RunConfig, console: Console) -> Machine:
+    """This machine's figures, on the device that the run will use, with the threads that it will use."""
+    found = facts(accelerator=True)
+    torch.set_num_threads(int(choose_threads(found).value))
+    device = config.train.device
+    if device == "cuda" and found.accelerator is None:
+        raise UserError("train.device is cuda, but torch finds no GPU here; use cpu or auto")
+    if device == "auto":
+        device = "cuda" if found.accelerator else "cpu"
+    return measure_machine(
+        device=device, progress=lambda what: console.print(f"measuring this machine: {what}", markup=False)
+    )
+
+
+def print_decisions(derived: Derived, console: Console) -> None:
+    """The table of everything that was not written in the configuration, with the reasons."""
+    table = Table("derived", "value", "reason", box=None, pad_edge=False)
+    for decision in (*derived.decisions, *_sizes(derived)):
+        table.add_row(decision.key, decision.value, decision.reason)
+    console.print(table)
+
+
+def _sizes(derived: Derived) -> list[Decision]:
+    config = derived.config
+    count = count_parameters(config.model)
+    flops = training_flops_per_token(config.model, config.data.seq_len).training
+    memory = derived.memory
+    parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in asdict(memory).items())
+    return [
+        Decision("parameters", format_count(count.total), f"{count.non_embedding:,} without embeddings and head"),
+        Decision("FLOPs per token", format_count(flops), "training: 3 x the forward pass, attention counted causally"),
+        Decision("memory", format_bytes(memory.total), parts),
+    ]
+
+
+def _find_checkpoint(run_dir: Path, console: Console) -> Checkpoint | None:
+    """The newest complete checkpoint; None for a run that was killed before it had one, which starts again."""
+
+    def skipped(path: Path, reason: str) -> None:
+        console.print(f"warning: {path.name} is not used: {reason}", markup=False)
+
+    path = latest_checkpoint(run_dir / "checkpoints", on_skip=skipped)
+    if path is None:
+        console.print(f"no checkpoint in {run_dir} yet: starting from the beginning", markup=False)
+        return None
+    checkpoint: Checkpoint = open_checkpoint(path)
+    console.print(f"resuming from {path} (step {checkpoint.step})", markup=False)
+    return checkpoint
+
+
+def _questions(derived: Derived, tokenizer: Any) -> Any:
+    """What runs the configured question sets, checked before the first step; None where there are none."""
+    settings = derived.config.evaluate
+    known = ["val_loss", "val_perplexity", "val_bits_per_byte"]
+    run = None
+    if settings.tasks:
+        from modelworks.train.evaluation.tasks import TaskRunner
+
+        runner = TaskRunner(settings.tasks, task_path=settings.task_path, limit=settings.tasks_limit)
+        known += runner.metric_names()
+        precision = derived.precision
+
+        def run(state: TrainState) -> dict[str, float]:
+            return dict(runner.run(state.model, tokenizer, precision=precision))
+
+    if settings.best_metric not in known:
+        raise UserError(
+            f"evaluate.best_metric: got `{settings.best_metric}`, expected one that this run measures: {', '.join(known)}"
+        )
+    return run
+
+
+def _compute_name(derived: Derived) -> Any:
+    return {"fp32": "fp32", "fp16": "fp16"}.get(derived.precision.name, "bf16")
+
+
+def _record_start(
+    log: RunLog, state: TrainState, derived: Derived, baselines: dict[str, float], machine: Machine
+) -> None:
+    """What is known before the first step: decisions, predictions, baselines. Once a run, and again on resume."""
+    step, config = state.step, derived.config
+    for decision in derived.decisions:
+        log.event(step, "decision", asdict(decision))
+    if step:
+        log.event(step, "resume", f"resumed at step {step}")
+        return
+    flops = training_flops_per_token(config.model, config.data.seq_len)
+    peak = peak_flops(machine, _compute_name(derived))
+    log.figure(0, "predicted/parameters", count_parameters(config.model).total, "parameters", kind="predicted")
+    log.figure(0, "model/parameters", sum(p.numel() for p in state.model.parameters()), "parameters")
+    log.figure(0, "predicted/flops_per_token", flops.training, "FLOP/token", kind="predicted")
+    log.figure(0, "machine/peak_flops", peak.flops, "FLOP/s")
+    log.event(0, "decision", {"key": "MFU denominator", "value": f"{peak.flops:.4g} FLOP/s", "reason": peak.source})
+    for name, value in {**asdict(derived.memory), "total": derived.memory.total}.items():
+        log.figure(0, f"predicted/memory_{name}", value, "bytes", kind="predicted")
+    for name, value in baselines.items():
+        log.figure(0, f"baseline/{name}_bits_per_byte", value, "bits/byte")
+
+
+def _result(
+    state: TrainState,
+    derived: Derived,
+    loader: TrainLoader,
+    recording: Recording,
+    validation: Validation,
+    checkpoints: Checkpoints,
+    baselines: dict[str, float],
+    started: float,
+    signal: Any,
+) -> Result:
+    speeds = sorted(recording.speeds)
+    speed = speeds[len(speeds) // 2] if speeds else None
+    score = validation.latest
+    metrics = state.metrics  # of the checkpoint, where a finished run was resumed and nothing was left to do
+    return Result(
+        steps=state.step,
+        tokens=state.step * loader.tokens_per_step,
+        train_loss=recording.losses[-1] if recording.losses else None,
+        val_loss=score.loss if score else metrics.get("val_loss"),
+        val_perplexity=score.perplexity if score else metrics.get("val_perplexity"),
+        val_bits_per_byte=score.bits_per_byte if score else metrics.get("val_bits_per_byte"),
+        tokens_per_second=speed,
+        mfu=None if speed is None else recording.mfu(speed),
+        seconds=time.monotonic() - started,
+        checkpoint=str(checkpoints.latest) if checkpoints.latest else None,
+        baselines=baselines,
+        parameters=count_parameters(derived.config.model).total,
+        peak_memory=recording.memory.peak(),
+        stopped_by=None if signal is None else signal.name,
+        last_save_failed=checkpoints.failed,
+    )

@@ -1,0 +1,92 @@
+"""The training loop: batches in, updates out. Everything else is a hook.
+
+A hook is told of each finished step and may record, evaluate, sample or save; none of them changes the mathematics.
+They are called in the order given, so that an evaluation comes before the checkpoint that stores its result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from modelworks.data.batch import Batch
+from modelworks.train.derive import Derived
+from modelworks.train.state import TrainState
+from modelworks.train.step import NonFiniteStep, StepResult, train_step
+from modelworks.train.stopping import StopRequest
+
+
+class TrainingFailed(Exception):
+    """The run cannot go on, and it is not a mistake in the configuration; the message says what was kept."""
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """step: updates asked for so far, this one included. seconds: the step alone, with its wait for data."""
+
+    step: int
+    result: StepResult
+    lr: float
+    seconds: float
+    last: bool  # of the whole run
+    stopping: bool  # asked to stop: nothing but saving should follow
+
+
+class Hook(Protocol):
+    def after_step(self, state: TrainState, done: StepDone) -> None: ...
+
+
+def run_steps(
+    state: TrainState, derived: Derived, batches: Iterable[Batch], hooks: Sequence[Hook], stop: StopRequest
+) -> None:
+    """Train from `state.step` to the end, or until asked to stop. batches: from that step on.
+
+    Raises TrainingFailed, with the state as it was before the bad step, when loss or gradients are not finite.
+    """
+    rate = derived.schedule
+    state.model.train()
+    source = iter(batches)
+    while state.step < derived.total_steps and not stop.requested:
+        started = time.perf_counter()
+        batch, lr = next(source), rate(state.step)
+        try:
+            result = train_step(
+                state.model,
+                state.optimizer,
+                batch,
+                derived.config,
+                step=state.step,
+                lr=lr,
+                micro_batch=derived.micro_batch,
+                precision=derived.precision,
+                scaler=state.scaler,
+            )
+        except NonFiniteStep as error:
+            raise TrainingFailed(_explain(error, state.step, derived)) from error
+        state.step += 1
+        state.metrics = {}
+        done = StepDone(
+            state.step,
+            result,
+            lr,
+            time.perf_counter() - started,
+            last=state.step == derived.total_steps,
+            stopping=stop.requested,
+        )
+        for hook in hooks:
+            hook.after_step(state, done)
+
+
+def _explain(error: NonFiniteStep, step: int, derived: Derived) -> str:
+    batch = derived.config.train.global_batch
+    what = f"step {step + 1}: the loss is {error.loss} and the gradient norm {error.grad_norm}"
+    where = ""
+    if error.rows:
+        first, end = error.rows
+        where = f" (first in samples {step * batch + first} to {step * batch + end - 1})"
+    return (
+        f"{what}{where}; nothing was updated. A lower optimizer.lr, a longer schedule.warmup or train.precision=fp32 "
+        f"usually help"
+    )

@@ -1,0 +1,108 @@
+"""Bytes that training needs, predicted from the configuration alone.
+
+Parameters, gradients and optimiser state follow from counts. Activations are what autograd keeps for the backward
+pass, counted on a one- and a two-layer model whose tensors have shapes but no data, and extended in layers and rows;
+with recomputation, what is kept is the policy's own list. Tested against the bytes that really stay allocated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from modelworks.config import ModelConfig, TrainConfig, count_parameters
+from modelworks.models import CausalContext, Transformer
+from modelworks.train.loss import CHUNK_BYTES, LEAST_TOKENS
+from modelworks.train.precision import PRECISIONS, default_dtype
+
+WIDE, NARROW = 4, 2  # bytes of float32; of bfloat16 and float16
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Bytes by component. activations: of one micro-batch. loss: one chunk of logits and the head's gradient."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.loss
+
+
+def predict_memory(
+    model: ModelConfig, train: TrainConfig, *, precision: str, micro_batch: int, seq_len: int
+) -> MemoryPrediction:
+    """The peak of a training step, which is at the end of a forward pass: everything lives then."""
+    count = count_parameters(model).total
+    stored = NARROW if precision == "bf16" else WIDE
+    # bf16 with several micro-batches also sums gradients in float32.
+    gradient = stored + (WIDE if precision == "bf16" and micro_batch < train.global_batch else 0)
+    state = 2 * WIDE + (WIDE if precision == "bf16" else 0)
+    tokens = micro_batch * seq_len
+    return MemoryPrediction(
+        parameters=count * stored,
+        gradients=count * gradient,
+        optimizer=count * state,
+        activations=activation_bytes(model, train, precision=precision, micro_batch=micro_batch, seq_len=seq_len),
+        loss=_loss_bytes(model, tokens, precision),
+    )
+
+
+def activation_bytes(model: ModelConfig, train: TrainConfig, *, precision: str, micro_batch: int, seq_len: int) -> int:
+    """Bytes that blocks and final norm keep between forward and backward, for one micro-batch.
+
+    They are linear in layers and in rows, so four tiny cases give them all.
+    """
+    stream = micro_batch * seq_len * model.d_model * (NARROW if precision == "bf16" else WIDE)
+    if train.recompute == "full":
+        return (model.n_layers + 2) * stream
+    if train.recompute == "selective":
+        return model.n_layers * (stream + micro_batch * seq_len * _selective_bytes(model, precision)) + 2 * stream
+    one, two = ([_saved_bytes(model, n_layers, precision, rows, seq_len) for rows in (1, 2)] for n_layers in (1, 2))
+    layer_row = (two[1] - two[0]) - (one[1] - one[0])
+    rest_row = (one[1] - one[0]) - layer_row
+    layer_fixed = (two[0] - one[0]) - layer_row  # weights that the forward pass copies, by cast or by packing
+    return micro_batch * (model.n_layers * layer_row + rest_row) + model.n_layers * layer_fixed
+
+
+def _selective_bytes(model: ModelConfig, precision: str) -> int:
+    """Per token and block: results of products (q, k, v, o, gate, up, down) and of attention, with its log-sum-exp."""
+    compute = WIDE if precision == "fp32" else NARROW
+    attention = 2 * model.d_attention + 2 * model.d_kv + model.d_model
+    feed_forward = model.d_ff * (2 if model.gated else 1) + model.d_model
+    return compute * (attention + feed_forward) + WIDE * model.n_heads
+
+
+def _saved_bytes(model: ModelConfig, n_layers: int, precision: str, rows: int, seq_len: int) -> int:
+    """Bytes of what autograd saves in a forward pass of tensors that have shapes and no data."""
+    tiny = model.model_copy(update={"n_layers": n_layers, "vocab_size": 16})
+    kind = PRECISIONS[precision]
+    saved: dict[int, tuple[Tensor, int]] = {}  # the tensor is kept, so that no storage's identity is used twice
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = (tensor, storage.nbytes())
+        return tensor
+
+    with FakeTensorMode(), default_dtype(kind.parameter_dtype):
+        network = Transformer(tiny)
+        tokens = torch.zeros(rows, seq_len, dtype=torch.long)
+        with saved_tensors_hooks(note, lambda tensor: tensor), kind.autocast(torch.device("cpu")):
+            result = network(tokens, tokens, CausalContext())
+        own = {tensor.untyped_storage()._cdata for tensor in [*network.parameters(), tokens]}
+    del result
+    return sum(size for identity, (_, size) in saved.items() if identity not in own)
+
+
+def _loss_bytes(model: ModelConfig, tokens: int, precision: str) -> int:
+    chunk = min(tokens, max(LEAST_TOKENS, CHUNK_BYTES // (WIDE * model.vocab_size)))
+    logits = chunk * model.vocab_size * (WIDE if precision == "fp32" else WIDE + NARROW)
+    return logits + WIDE * model.vocab_size * model.d_model

@@ -1,0 +1,112 @@
+"""What a run writes down: records, TensorBoard events, and figures of speed and memory.
+
+Model FLOPs utilisation (MFU, Chowdhery et al. 2022, 2204.02311) is
+
+    numerator     tokens/s x training FLOPs per token of the model's matrix products, 3 x the forward pass, with
+                  attention counted causally over whole rows (recomputation is work, but not the model's)
+    denominator   on CPU the matrix-product rate measured on this machine in the precision that computes;
+                  on a known GPU the dense peak of its datasheet
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from modelworks.records import Kind, Record, RecordWriter
+
+
+class RunLog:
+    """Writes each record to `records.jsonl` and, if it is a figure, to TensorBoard.
+
+    A disk that is full does not end the run: rows wait in memory and are written once there is room again.
+    """
+
+    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._path = run_dir / "records.jsonl"
+        self._writer: RecordWriter | None = None
+        self._waiting: list[Record] = []
+        self._warned = False
+        # What an interrupted run wrote behind its last checkpoint is marked as superseded.
+        purge = first_step + 1 if first_step else None
+        self._board: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+
+    def figure(self, step: int, name: str, value: float, unit: str = "", *, kind: Kind = "measured") -> None:
+        self.write(Record(step, name, float(value), unit, kind))
+
+    def event(self, step: int, name: str, value: str | dict[str, Any]) -> None:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        self.write(Record(step, name, text, kind="event"))
+
+    def write(self, *records: Record) -> None:
+        self._waiting += records
+        self._write_waiting()
+        for record in records:
+            if isinstance(record.value, float) and record.kind == "measured":
+                self._board.add_scalar(record.name, record.value, record.step)
+            elif record.name == "sample":
+                self._board.add_text("sample", str(record.value), record.step)
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+        self._board.close()
+
+    def _write_waiting(self) -> None:
+        try:
+            if self._writer is None:
+                self._writer = RecordWriter(self._path)
+            self._writer.write(*self._waiting)
+        except OSError as error:
+            if not self._warned:
+                print(f"warning: {self._path} cannot be written ({error}); rows are kept in memory", file=sys.stderr)
+            self._warned = True
+        else:
+            self._waiting.clear()
+            self._warned = False
+
+
+class MemoryMeter:
+    """Bytes of this process. `peak` is since `reset`, where the system can tell (Linux), else since it started."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._process = psutil.Process()
+        self.at_reset = 0
+
+    def reset(self) -> None:
+        """Start measuring peaks from here: what building the data took is not training's memory."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            pass  # not Linux, or not allowed: the peak is then the whole process's
+        self.at_reset = self.resident()
+
+    def resident(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def peak(self) -> int:
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        except (OSError, StopIteration):
+            unit = 1 if sys.platform == "darwin" else 1024
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def figures(self) -> dict[str, int]:
+        """Record name -> bytes."""
+        values = {"memory/resident": self.resident(), "memory/peak": self.peak()}
+        if self.device.type == "cuda":
+            values["memory/cuda_allocated"] = torch.cuda.memory_allocated(self.device)
+            values["memory/cuda_peak"] = torch.cuda.max_memory_allocated(self.device)
+        return values

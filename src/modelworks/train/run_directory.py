@@ -1,0 +1,97 @@
+"""The directory of a run: who may use it, and what a resumed run keeps of its records.
+
+    runs/<name>/{config.yaml, records.jsonl, summary.json, tensorboard/, checkpoints/, report.html, lock}
+
+A run holds `lock` (flock) while it uses the directory; the lock dies with the process, so a killed run leaves
+nothing to clean up. Going on from the checkpoint of step c cuts `records.jsonl` after step c: the rows behind it
+are of updates that are about to be made again, and are written again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from modelworks.config import RunConfig, UserError, dump_yaml
+
+# What a run writes, and therefore all that `--overwrite` removes.
+_CONTENTS = ("config.yaml", "records.jsonl", "summary.json", "report.html", "tensorboard", "checkpoints", "profile")
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run's lock; raises `UserError` naming the process that has it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise UserError(
+                f"{run_dir} is in use by another run (process {owner}); wait for it, or choose another `name`"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def prepare(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
+    """Make the directory ready, under its lock. An existing run needs `resume` or `overwrite`."""
+    existing = [name for name in _CONTENTS if (run_dir / name).exists()]
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite exclude each other")
+    if existing and not (resume or overwrite):
+        raise UserError(
+            f"{run_dir} already holds a run; go on with --resume, start over with --overwrite, or choose another `name`"
+        )
+    if overwrite:
+        for name in existing:
+            path = run_dir / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def write_config(run_dir: Path, config: RunConfig) -> None:
+    write_atomically(run_dir / "config.yaml", dump_yaml(config))
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=1, default=str) + "\n")
+
+
+def cut_records(path: Path, step: int) -> int:
+    """Drop the records after `step`, and a torn last line; returns how many were dropped."""
+    if not path.exists():
+        return 0
+    kept, dropped = [], 0
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                keep = line.endswith("\n") and json.loads(line)["step"] <= step
+            except (json.JSONDecodeError, KeyError, TypeError):
+                keep = False
+            if keep:
+                kept.append(line)
+            else:
+                dropped += 1
+    if dropped:
+        write_atomically(path, "".join(kept))
+    return dropped
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader, or a crash, sees the old text or the new one."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)

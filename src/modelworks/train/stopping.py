@@ -1,0 +1,41 @@
+"""Stopping politely: SIGTERM and SIGINT let the step finish and the state be saved.
+
+The first signal asks, and the run ends with exit code 75: preempted, resume me. A second SIGINT (Ctrl-C again) stops
+at once; the last complete checkpoint is then what is left.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopRequest:
+    """Whether the run was asked to stop, and by which signal."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = self.signal or signal.Signals(number)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Catch SIGTERM and SIGINT for the length of the block. Only in the main thread, as Python demands."""
+    request = StopRequest()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, request) for number in numbers}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
