@@ -6,6 +6,7 @@ back exactly. One special token, `<|endoftext|>`, both starts and ends a documen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -52,9 +53,28 @@ def train_tokenizer(texts: Iterable[str], training: TokenizerTraining) -> Tokeni
         raise UserError(
             f"data.tokenizer: training {training.train} with vocab_size {training.vocab_size} failed: {error}"
         ) from None
+    if training.train == "unigram":
+        backend = _settled(backend)
     end = backend.token_to_id(END_OF_TEXT)
     assert end is not None
     return Tokenizer(backend, bos_id=end, eos_id=end, add_bos=True)
+
+
+def _settled(backend: Any) -> Any:
+    """The same Unigram vocabulary without what the trainer leaves to chance.
+
+    It sums over a hash table in arbitrary order, so that scores differ in the eleventh digit from run to run, and
+    gives bytes that it never saw scores in arbitrary order. Scores are rounded to 0.001 nats, single bytes rarer than
+    every longer piece share one score a nat below, and ids go by score, then text. Pieces that tie for the last
+    places of the vocabulary, as they do in a few lines repeated many times, remain the trainer's choice.
+    """
+    rules = json.loads(backend.to_str())
+    end, *scored = rules["model"]["vocab"]
+    lowest = min((score for text, score in scored if len(text) > 1), default=0.0)
+    settled = [(round(lowest - 1 if len(text) == 1 and score < lowest else score, 3), text) for text, score in scored]
+    settled.sort(key=lambda entry: (-entry[0], entry[1]))
+    rules["model"]["vocab"] = [end, *([text, score] for score, text in settled)]
+    return Backend.from_str(json.dumps(rules))
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
