@@ -47,6 +47,8 @@ def choose_precision(machine: Machine, device: str | None = None) -> Choice:
     """
     device = device or machine.device
     if device == "cpu":
+        if machine.disturbed:
+            return _precision_by_features(machine.facts)
         fp32, bf16 = machine.gemm["fp32"], machine.gemm["bf16"]
         measured = f"bf16 matrix products measured {bf16 / fp32:.1f}× fp32 here"
         if bf16 >= WORTHWHILE * fp32:
@@ -63,9 +65,17 @@ def choose_precision(machine: Machine, device: str | None = None) -> Choice:
     return Choice("fp32", f"{gpu.name} has no tensor cores (capability {capability})")
 
 
+def _precision_by_features(machine_facts: MachineFacts) -> Choice:
+    """What the instruction sets promise, where a busy machine spoiled the measurement."""
+    found = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in machine_facts.features]
+    if found:
+        return Choice("bf16-autocast", f"this CPU has {found[0]} (the machine was too busy to measure)")
+    return Choice("fp32", "this CPU has no bf16 instructions (the machine was too busy to measure)")
+
+
 def choose_threads(machine_facts: MachineFacts) -> Choice:
     """Threads for torch: one for each core that this process may use."""
-    return Choice(str(machine_facts.cores), f"one a core: {machine_facts.cores_reason}")
+    return Choice(str(machine_facts.cores), f"one a usable core ({machine_facts.cores_reason})")
 
 
 def peak_flops(where: Machine | str, dtype: Dtype) -> Peak:
@@ -80,10 +90,13 @@ def peak_flops(where: Machine | str, dtype: Dtype) -> Peak:
             known = ", ".join(entry.dense_tflops)
             raise UserError(f"the catalogue has no {dtype} peak for {entry.name}; it has {known}")
         return Peak(peak, f"dense {dtype} peak of {entry.name} ({catalogue().source(entry, f'dense_tflops.{dtype}')})")
-    gpu = where.facts.accelerator
-    if where.device != "cpu" and gpu and (entry := catalogue().match_cuda_name(gpu.name)) and entry.peak(dtype):
-        return peak_flops(entry.name, dtype)
+    gpu = where.facts.accelerator if where.device != "cpu" else None
+    known_gpu = catalogue().match_cuda_name(gpu.name) if gpu else None
+    if known_gpu and known_gpu.peak(dtype):
+        return peak_flops(known_gpu.name, dtype)
     if dtype not in where.gemm:
         raise UserError(f"no {dtype} rate was measured on this machine; measured: {', '.join(where.gemm)}")
-    place = "GPU that the catalogue does not know" if where.device != "cpu" else f"CPU, {where.threads} threads"
-    return Peak(where.gemm[dtype], f"best sustained {dtype} matrix product measured on this {place}")
+    place = f"{gpu.name}, for which no datasheet peak is known" if gpu else f"this CPU, {where.threads} threads"
+    if where.disturbed:
+        place += ", while other processes disturbed it: too low"
+    return Peak(where.gemm[dtype], f"best sustained {dtype} matrix product measured on {place}")

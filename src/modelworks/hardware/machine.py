@@ -99,7 +99,7 @@ def compiler() -> tuple[str | None, str]:
 
 def _cores() -> tuple[int, str, int]:
     everything = os.cpu_count() or 1
-    limits = {"all the machine's": everything}
+    limits = {"all of this machine": everything}
     if hasattr(os, "sched_getaffinity"):
         limits["the affinity mask allows these"] = len(os.sched_getaffinity(0))
     if quota := _cpu_quota():
@@ -114,7 +114,7 @@ def _memory() -> tuple[int, str, int]:
     limit = _memory_limit()
     if limit is not None and limit < everything:
         return limit, "the control group's memory limit", everything
-    return everything, "all the machine's", everything
+    return everything, "all of this machine", everything
 
 
 def _cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
@@ -125,8 +125,8 @@ def _cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self
             allowed, _, period = limit.partition(" ")
             if allowed != "max":
                 quotas.append(int(allowed) / int(period or 100_000))
-        elif (allowed := _read(folder / "cpu.cfs_quota_us")) and int(allowed) > 0:  # version 1: -1 is no limit
-            quotas.append(int(allowed) / int(_read(folder / "cpu.cfs_period_us") or 100_000))
+        elif (quota := _read(folder / "cpu.cfs_quota_us")) and int(quota) > 0:  # version 1: -1 is no limit
+            quotas.append(int(quota) / int(_read(folder / "cpu.cfs_period_us") or 100_000))
     return min(quotas, default=None)
 
 

@@ -163,7 +163,11 @@ def _bandwidth(device: str, memory: int) -> float:
 
 def _median_time(work: Callable[[], object], device: str, seconds: float) -> float:
     """Seconds of one call: the median of those that fit in `seconds`, at least one, after one that warms up."""
-    synchronize = torch.cuda.synchronize if device != "cpu" else (lambda: None)
+
+    def synchronize() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize()
+
     deadline = time.perf_counter() + seconds
     work()
     synchronize()
@@ -181,19 +185,12 @@ def _others_cores() -> Callable[[], float]:
 
     def busy() -> float:
         times = psutil.cpu_times()
-        waiting = times.idle + getattr(times, "iowait", 0.0)
-        return (
-            sum(
-                getattr(times, name)
-                for name in ("user", "system", "idle", "iowait", "irq", "softirq", "steal")
-                if hasattr(times, name)
-            )
-            - waiting
-        )
+        kinds = ("user", "nice", "system", "irq", "softirq", "steal")  # which of them exist depends on the system
+        return float(sum(getattr(times, kind, 0.0) for kind in kinds))
 
     def ours() -> float:
         times = psutil.Process().cpu_times()
-        return times.user + times.system
+        return float(times.user + times.system)
 
     start, start_others = time.perf_counter(), busy() - ours()
     return lambda: max(0.0, (busy() - ours() - start_others) / (time.perf_counter() - start))

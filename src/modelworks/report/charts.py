@@ -55,7 +55,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. note: a sentence the reader should know. zero: the axis starts at 0. log: it is logarithmic at first."""
+    """One chart. note: a sentence the reader should know. zero: the axis starts at 0. log: it starts logarithmic."""
 
     title: str
     unit: str

@@ -225,8 +225,10 @@
       }
       const { curve, i } = spot;
       const places = [`step ${curve.step[i].toLocaleString("en-US")}`];
-      if (curve.tokensPerStep) places.push(`${compact(curve.step[i] * curve.tokensPerStep)} tokens`);
-      places.push(clock(curve.seconds[i]));
+      if (this.width > 600) {
+        if (curve.tokensPerStep) places.push(`${compact(curve.step[i] * curve.tokensPerStep)} tokens`);
+        places.push(clock(curve.seconds[i]));
+      }
       // Beside the line, on the side with more room.
       const side = x > (MARGIN.left + this.width) / 2 ? [-6, "end"] : [6, "start"];
       marks += `<text x="${(x + side[0]).toFixed(1)}" y="${MARGIN.top + 8}" text-anchor="${side[1]}">${places.join(" · ")}</text>`;
