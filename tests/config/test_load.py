@@ -266,7 +266,7 @@ _SECTIONS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(_MODELS, st.fixed_dictionaries({}, optional=_SECTIONS))
 def test_a_resolved_configuration_reruns_the_run(model: str, values: dict[str, Any]) -> None:
     from modelworks.config.yaml_text import write_yaml

@@ -47,8 +47,7 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 def run() -> None:
     """The console script: runs the command line and exits."""
     code = main(sys.argv[1:])
-    # A child or a torch thread must not outlive the command because stdout's reader left.
-    try:
+    try:  # what is still buffered: a reader that left is no failure here either
         sys.stdout.flush()
     except BrokenPipeError:
         _silence_stdout()
@@ -61,7 +60,14 @@ def main(arguments: Sequence[str]) -> int:
     json = "--json" in arguments
     try:
         result = build_app(arguments)(list(arguments) or ["--help"], prog_name="modelworks", standalone_mode=False)
+        if result == INTERRUPTED:  # typer turns KeyboardInterrupt into this code
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else DONE
+    except SystemExit as stop:  # typer's answer to a broken pipe
+        if isinstance(stop.__context__, BrokenPipeError):
+            _silence_stdout()
+            return DONE
+        return stop.code if isinstance(stop.code, int) else FAILED
     except typer.Exit as stop:  # raised outside a command by some versions of typer
         return stop.exit_code
     except UserError as error:
