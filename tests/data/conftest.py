@@ -10,43 +10,16 @@ import pytest
 
 from modelworks.config import DataConfig, SourceConfig
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "model",
-    "token",
-    "value",
-    "self",
-    "return",
-    "import",
-    "for",
-    "in",
-    "if",
-    "not",
-    "λ",
-    "ß",
-    "日本",
-    "🤗",
-    "x",
-    "=",
-    "1",
-    "(",
-    ")",
-    "42",
-    "'tis",
-    "don't",
-    "\t",
-    "",
-    "",
-]
+LINE = "the of and model token value self return import for in if not λ ß 日本 🤗 x = 1 ( ) 42 'tis don't"
 
 
 def write_corpus(directory: Path, documents: int, seed: int) -> None:
     chance = random.Random(seed)
     directory.mkdir(parents=True)
     for number in range(documents):
-        lines = [" ".join(chance.choices(WORDS, k=chance.randint(1, 12))) for _ in range(chance.randint(1, 12))]
+        lines = [
+            " ".join(chance.choices([*LINE.split(), "\t", ""], k=chance.randint(1, 12))) for _ in range(chance.randint(1, 12))
+        ]
         (directory / f"{number:03d}.txt").write_bytes("\n".join([str(number), *lines]).encode())
 
 

@@ -90,13 +90,19 @@ def piece_backend(pieces: Sequence[Piece], rules: Rules, *, where: str) -> Any:
             byte_fallback=byte_fallback,
         )
     else:
-        scored = [(piece.text, piece.score) for piece in pieces]
+        # a user-defined piece is taken whole whatever surrounds it: SentencePiece's own score for it says so
+        best = max(piece.score for piece in pieces if piece.type == NORMAL)
+        scored = [(p.text, len(p.text) * best - 0.1 if p.type == USER_DEFINED else p.score) for p in pieces]
         model = models.Unigram(scored, unknown, byte_fallback)
     backend = Backend(model)
     backend.normalizer = _normalizer(rules)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if rules.prefix else parts)
-    add_special_tokens(backend, pieces)
+    whole = [piece for piece in pieces if piece.type == USER_DEFINED]
+    if whole and rules.kind == "bpe" and rules.collapse:
+        # blanks would be stripped on both sides of each
+        raise UserError(f"{where}: user-defined pieces beside removal of extra blanks are not supported in type bpe")
+    add_special_tokens(backend, [piece for piece in pieces if rules.kind == "bpe" or piece.type != USER_DEFINED])
     return backend
 
 
@@ -112,8 +118,8 @@ def _normalizer(rules: Rules) -> Any:
     steps: list[Any] = [normalizers.Precompiled(rules.charsmap)] if rules.charsmap else []
     if rules.collapse:
         steps += [
-            normalizers.Replace(Regex("^ +"), ""),
-            normalizers.Replace(Regex(" +$"), ""),
+            normalizers.Replace(Regex(r"\A +"), ""),
+            normalizers.Replace(Regex(r" +\z"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),
         ]
     if rules.prefix:

@@ -249,7 +249,7 @@ def _without_prefix(rule: Any) -> Any:
     """The same normaliser or pre-tokeniser, not putting a blank before its text: for a piece that goes on."""
     if rule is None:
         return None
-    if rule["type"] == "Prepend" or (rule["type"] == "Replace" and rule["pattern"].get("Regex", "").startswith("^")):
+    if rule["type"] == "Prepend" or (rule["type"] == "Replace" and rule["pattern"].get("Regex", "").startswith(r"\A")):
         return None
     if rule["type"] == "Sequence":
         name = "normalizers" if "normalizers" in rule else "pretokenizers"
