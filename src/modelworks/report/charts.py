@@ -147,23 +147,20 @@ def run_charts(run: Run) -> list[Chart]:
         Chart(
             "Memory",
             "GiB",
-            [_scaled(c, 1 / 1024**3) for c in curve("memory/resident", "resident") + curve("memory/peak", "peak", 1)],
+            [
+                _scaled(c, 1 / 1024**3)
+                for c in curve("memory/resident", "resident")
+                + curve("memory/peak", "peak", 1)
+                + curve("memory/cuda_allocated", "GPU, allocated", 2)
+                + curve("memory/cuda_peak", "GPU, peak", 3)
+            ],
             zero=True,
         ),
     ]
-    known = {
-        "train/loss",
-        "val/loss",
-        "val/bits_per_byte",
-        "val/perplexity",
-        "train/lr",
-        "train/grad_norm",
-        "train/mfu",
-    }
-    known |= {"train/tokens_per_second", "memory/resident", "memory/peak"}
+    shown = {"val/perplexity", *(curve.series.name for chart in charts for curve in chart.curves)}
     for name, series in sorted(run.series.items()):
         # Whatever else was measured often enough to have a shape.
-        if name not in known and len(series.steps) > 2 and not name.startswith(("data/", "baseline/", "model/")):
+        if name not in shown and len(series.steps) > 2 and not name.startswith(("data/", "baseline/", "memory/")):
             charts.append(Chart(name, series.unit, curve(name, name)))
     return [chart for chart in charts if chart.curves]
 

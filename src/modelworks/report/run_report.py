@@ -7,7 +7,7 @@ that have a place of their own on the page:
     baseline/{bz2,xz}_bits_per_byte   what to beat           decision {key, value, reason}
     predicted/X beside model/X or X   predicted, measured    environment {name: value}
     eval/<task>/<metric>              question sets          any other event: a line of the timeline
-    model/flops_per_token, hardware/peak_flops               the two sides of utilisation
+    predicted/flops_per_token, machine/peak_flops            the two sides of utilisation
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def _subtitle(run: Run) -> str:
     parts = [str(run.setting("model.family") or "")]
     parts.append(f"{numbers.count(parameters)} parameters" if parameters else "")
     parts.append(f"{run.steps:,} steps")
-    if run.finished:
+    if signal := run.summary.get("stopped_by"):
+        parts.append(f"stopped by {signal} {numbers.moment(run.last_time)}, to be resumed")
+    elif run.finished:
         parts.append(f"finished {numbers.moment(run.last_time)}")
     else:
         parts.append(f"not finished; last heard of {numbers.moment(run.last_time)}" if run.last_time else "not started")
@@ -151,8 +153,8 @@ def _tokens_detail(run: Run) -> str:
 
 
 def _utilisation_detail(run: Run) -> str:
-    numerator = run.last("model/flops_per_token") or _predicted(run, "predicted/flops_per_token")
-    denominator = run.last("hardware/peak_flops") or _predicted(run, "hardware/peak_flops")
+    numerator = _predicted(run, "predicted/flops_per_token")
+    denominator = run.last("machine/peak_flops")
     if numerator and denominator:
         top, below = numbers.quantity(numerator, "FLOP/token"), numbers.quantity(denominator, "FLOP/s")
         return f"tokens/s × {top} ÷ {below}"
@@ -193,8 +195,6 @@ def _decisions(run: Run) -> list[dict[str, str]]:
 def _predictions(run: Run) -> list[list[str]]:
     rows = []
     for name, record in run.predicted.items():
-        if not name.startswith("predicted/"):
-            continue
         short = name.removeprefix("predicted/")
         measured = next((m for c in _measured_names(short) if (m := run.last(c)) is not None), None)
         predicted = float(record.value)
@@ -206,7 +206,10 @@ def _predictions(run: Run) -> list[list[str]]:
 
 def _measured_names(short: str) -> list[str]:
     """Where the measured twin of `predicted/memory_peak` may be: `model/memory_peak`, `memory/peak`, …"""
-    return [f"model/{short}", f"measured/{short}", short.replace("_", "/", 1), f"train/{short}"]
+    if short == "memory_total":
+        # What training added, on the device that it ran on.
+        return ["memory/cuda_peak", "memory/training_peak"]
+    return [f"model/{short}", short.replace("_", "/", 1), f"train/{short}"]
 
 
 def _exact(value: float, unit: str) -> str:
@@ -238,15 +241,17 @@ def _environment(run: Run) -> list[list[str]]:
     values: dict[str, Any] = {}
     for event in run.events_named("environment"):
         values.update(event_fields(event))
-    return [[name.replace("_", " "), _plain(value)] for name, value in values.items()]
+    return [[name.replace("_", " "), _plain(value, name)] for name, value in values.items() if value]
 
 
-def _plain(value: Any) -> str:
+def _plain(value: Any, name: str) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items())
+        return "; ".join(f"{key} {_plain(item, name)}".replace("_", " ") for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(_plain(item) for item in value)
-    return str(value)
+        return ", ".join(_plain(item, name) for item in value)
+    if isinstance(value, (int, float)) and "bytes" in name:
+        return numbers.size(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _predicted(run: Run, name: str) -> float | None:
