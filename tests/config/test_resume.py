@@ -112,3 +112,14 @@ def test_differences() -> None:
         ("evaluate.tasks", [], ["arc_easy"]),
     ]
     assert str(found[0]) == "data.sources.1.weight: 1.0 -> 2.0"
+
+
+def test_a_key_without_effect_is_no_difference() -> None:
+    wide = {"loss_scale": {"initial": 2.0}, "precision": "fp32"}
+    before, after = (
+        run().model_copy(update={"train": RunConfig.model_validate({"model": "llama-tiny", "train": train}).train})
+        for train in ({"precision": "fp32"}, wide)
+    )
+    assert [item.key for item in differences(before, after)] == []
+    fp16 = after.model_copy(update={"train": after.train.model_copy(update={"precision": "fp16"})})
+    assert [item.key for item in differences(before, fp16)] == ["train.precision", "train.loss_scale.initial"]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from modelworks.config.checks import unused_keys
 from modelworks.config.errors import UserError, show_value
-from modelworks.config.run import RunConfig
+from modelworks.config.run import RunConfig, Sections
 
 # Key (or glob) -> why it may change.
 MAY_CHANGE = {
@@ -61,9 +62,10 @@ class Difference:
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
-    """Every key whose value differs, in the file's order."""
+    """Every key whose value differs, in the file's order; keys without effect in both are left out."""
     old, new = (dict(_flat(config.model_dump(mode="json"), "")) for config in (before, after))
-    keys = [*old, *(key for key in new if key not in old)]
+    silent = unused_keys(Sections.of(before)).keys() & unused_keys(Sections.of(after)).keys()
+    keys = [key for key in {**old, **new} if not any(f"{key}.".startswith(f"{unused}.") for unused in silent)]
     return [Difference(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 
