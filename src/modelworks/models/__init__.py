@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from modelworks.models.families import from_hugging_face as from_hugging_face
     from modelworks.models.families import name_map as name_map
     from modelworks.models.families import to_hugging_face as to_hugging_face
-    from modelworks.models.generate import generate as generate
+    from modelworks.models.generation import generate as generate
     from modelworks.models.initialization import initial_values as initial_values
     from modelworks.models.initialization import initialize as initialize
     from modelworks.models.recompute import activation_bytes as activation_bytes
@@ -38,7 +38,7 @@ _HOME = {
     "activation_bytes": "recompute",
     "canonical_name": "families",
     "from_hugging_face": "families",
-    "generate": "generate",
+    "generate": "generation",
     "initial_values": "initialization",
     "initialize": "initialization",
     "name_map": "families",

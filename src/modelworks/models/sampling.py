@@ -80,7 +80,9 @@ def process(scores: Tensor, seen: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_k is not None:
         scores = _keep(scores, scores >= scores.topk(min(sampling.top_k, scores.numel())).values[-1])
     if sampling.top_p is not None and sampling.top_p < 1.0:
-        ascending, order = scores.sort(stable=True)
+        # Ascending, with the lowest id last among equals: it is the one to keep, as in greedy.
+        order = scores.sort(stable=True, descending=True).indices.flip(0)
+        ascending = scores[order]
         unlikely = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         unlikely[-1] = False
         scores = scores.index_fill(0, order[unlikely], -math.inf)

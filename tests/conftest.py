@@ -1,0 +1,81 @@
+"""Fixtures for all rooms: a small corpus, a configuration that trains on it in a second, a machine of known speed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORDS = "the cat sat on a mat and then some dogs ran over it while birds sang near an old tree by the river".split()
+
+
+@pytest.fixture(scope="session")
+def tiny_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of 120 text files of made-up sentences, the same in every session."""
+    directory = tmp_path_factory.mktemp("texts")
+    source = random.Random(0)
+    for index in range(120):
+        text = " ".join(source.choice(WORDS) for _ in range(source.randint(20, 100)))
+        (directory / f"{index:03}.txt").write_text(text + ".\n", encoding="utf-8")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tiny_texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """tiny_config("train.duration=4 steps", …): a 2-layer run over `tiny_texts`; its data is built once a session."""
+    from modelworks.config import parse_run_config
+
+    cache = tmp_path_factory.mktemp("data-cache")
+    text = f"""
+        name: tiny
+        model: {{n_layers: 2, d_model: 16, n_heads: 2, vocab_size: 304, max_seq_len: 32, d_ff: 32}}
+        data:
+          sources: [{{name: words, type: text, path: "{tiny_texts}/*.txt"}}]
+          tokenizer: {{train: bpe, vocab_size: 300}}
+          seq_len: 32
+          validation: 10%
+          cache: "{cache}"
+          workers: 1
+        train: {{duration: 8 steps, global_batch: 4, precision: fp32, device: cpu}}
+        optimizer: {{lr: 1e-2}}
+        evaluate: {{every: 4 steps, samples: 0}}
+        checkpoint: {{every: 3 steps}}
+    """
+
+    def make(*overrides: str) -> Any:
+        return parse_run_config(text, "tiny", list(overrides))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_machine() -> Any:
+    """Round figures in place of a measurement, which would take seconds and depend on what else runs."""
+    import torch
+
+    from modelworks.hardware import Machine, facts
+
+    return Machine(
+        facts=facts(),
+        device="cpu",
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        gemm={"fp32": 1e11, "bf16": 1e11, "fp16": 1e9},
+        memory_bandwidth=1e10,
+        measured_at="2026-01-01T00:00:00+00:00",
+        disturbance=0.0,
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
