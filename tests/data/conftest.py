@@ -18,7 +18,8 @@ def write_corpus(directory: Path, documents: int, seed: int) -> None:
     directory.mkdir(parents=True)
     for number in range(documents):
         lines = [
-            " ".join(chance.choices([*LINE.split(), "\t", ""], k=chance.randint(1, 12))) for _ in range(chance.randint(1, 12))
+            " ".join(chance.choices([*LINE.split(), "\t", ""], k=chance.randint(1, 12)))
+            for _ in range(chance.randint(1, 12))
         ]
         (directory / f"{number:03d}.txt").write_bytes("\n".join([str(number), *lines]).encode())
 

@@ -41,7 +41,7 @@ def build_dataset(config: DataConfig, *, progress: bool = True) -> Dataset:
 
     progress: bars and remarks on stderr. `seq_len`, packing, weights and shuffling leave the data set as it is.
     """
-    say = Console(stderr=True, quiet=not progress)
+    say = Console(stderr=True, quiet=not progress, soft_wrap=True, highlight=False)
     root = Path(config.cache).expanduser() / "datasets"
     corpus = _corpus(config)
     loaded = Tokenizer.load(config.tokenizer) if isinstance(config.tokenizer, str) else None
@@ -49,15 +49,15 @@ def build_dataset(config: DataConfig, *, progress: bool = True) -> Dataset:
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
     final = root / key
     with sole_builder(root, key, lambda: say.print(f"data: another process is building {final}, waiting for it")):
-        remove_leavings(root)
+        remove_leavings(root, key)
         if final.exists():
             dataset = open_dataset(final, reused=True)
-            say.print(f"data: reused {final} ({_summary(dataset)})", highlight=False, soft_wrap=True)
+            say.print(f"data: reused {final} ({_summary(dataset)})")
             return dataset
         with published(final) as directory:
             _fill(directory, config, corpus, loaded, identity, say)
         dataset = open_dataset(final, reused=False)
-    say.print(f"data: built {final} ({_summary(dataset)})", highlight=False, soft_wrap=True)
+    say.print(f"data: built {final} ({_summary(dataset)})")
     return dataset
 
 
@@ -150,7 +150,6 @@ def _train(config: DataConfig, corpus: Corpus, scans: list[SourceScan], say: Con
     say.print(
         f"data: training a {training.train} tokenizer on {format_bytes(share * total)} of the training split"
         + (f" (data.tokenizer.sample: {training.sample})" if share < 1 else ""),
-        highlight=False,
     )
 
     def texts() -> Iterator[str]:
@@ -164,7 +163,6 @@ def _train(config: DataConfig, corpus: Corpus, scans: list[SourceScan], say: Con
     if tokenizer.vocab_size < training.vocab_size:
         say.print(
             f"data: the text yields {tokenizer.vocab_size} tokens, fewer than the {training.vocab_size} asked for",
-            highlight=False,
         )
     return tokenizer
 
@@ -195,7 +193,6 @@ def _say_scans(say: Console, corpus: Corpus, scans: list[SourceScan]) -> None:
         say.print(
             f"data: source `{source.name}`: {found.documents} documents, {format_bytes(found.text_bytes)}"
             + (f"; {left_out}" if left_out else ""),
-            highlight=False,
         )
 
 

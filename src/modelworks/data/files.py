@@ -10,6 +10,7 @@ import contextlib
 import glob
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -48,7 +49,8 @@ def open_bytes(path: Path) -> IO[bytes]:
     if path.suffix == ".zst":
         import zstandard
 
-        return cast(IO[bytes], zstandard.open(path, "rb"))
+        # buffered: zstandard's own reader has no lines
+        return io.BufferedReader(cast(io.RawIOBase, zstandard.open(path, "rb")))
     return path.open("rb")
 
 

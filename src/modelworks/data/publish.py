@@ -44,12 +44,12 @@ def published(final: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def remove_leavings(root: Path) -> None:
-    """Remove temporary directories whose builders are dead."""
+def remove_leavings(root: Path, held: str) -> None:
+    """Remove temporary directories whose builders are dead. held: the key whose lock the caller has."""
     for leaving in root.glob(f"{_TEMPORARY}*"):
         key = leaving.name.removeprefix(_TEMPORARY).rsplit("-", 1)[0]
         with _lock_file(root, key).open("a") as file:
-            if _try_lock(file):
+            if key == held or _try_lock(file):
                 shutil.rmtree(leaving, ignore_errors=True)
 
 
