@@ -23,7 +23,7 @@ from modelworks.checkpoint.formats.gguf_header import GgufHeader, read_gguf_head
 from modelworks.checkpoint.formats.source import ModelSource
 from modelworks.checkpoint.read import check_shapes
 from modelworks.checkpoint.write import LazyTensor
-from modelworks.config import ModelConfig, RopeScaling, parameter_shapes
+from modelworks.config import ModelConfig, RopeScaling, UserError, parameter_shapes
 from modelworks.data import Tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
@@ -62,8 +62,7 @@ def open_gguf(path: Path) -> ModelSource:
     tensors = _tensors(header, config)
     found = {name: tensor.shape for name, tensor in tensors.items()}
     check_shapes(str(path), found, parameter_shapes(config))
-    tokenizer = Tokenizer.from_gguf(header.metadata)
-    return ModelSource(config, tensors, tokenizer, f"GGUF file {path}")
+    return ModelSource(config, tensors, _tokenizer(header), f"GGUF file {path}")
 
 
 def model_config(header: GgufHeader) -> ModelConfig:
@@ -118,6 +117,16 @@ def dequantized(header: GgufHeader, name: str) -> Tensor:
     with np.errstate(all="ignore"):  # a scale that is not finite shows in the values, not as a warning
         values = dequantize(rows, tensor.kind)
     return torch.from_numpy(np.array(values, dtype=np.float32, copy=True)).reshape(tensor.shape)
+
+
+def _tokenizer(header: GgufHeader) -> Tokenizer | None:
+    """None for a file that carries none; one that carries an unknown one is refused."""
+    if not any(key.startswith("tokenizer.") for key in header.metadata):
+        return None
+    try:
+        return Tokenizer.from_gguf(header.metadata)
+    except UserError as error:
+        raise CheckpointError(f"{header.path}: {error}") from None
 
 
 def _tensors(header: GgufHeader, config: ModelConfig) -> dict[str, LazyTensor]:

@@ -30,7 +30,7 @@ _MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """shape: slowest dimension first, as torch has it. kind: storage type, e.g. Q4_K. begin: bytes from the file's start."""
+    """shape: slowest dimension first, as torch has it. kind: how it is stored. begin: bytes from the file's start."""
 
     name: str
     shape: tuple[int, ...]
