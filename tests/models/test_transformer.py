@@ -136,14 +136,33 @@ def test_packed_storage_is_not_copied_in_inference(small):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at every tensor
-def test_compiled_block_gives_the_same(small):
-    """Compiling as the trainer does, with the eager back end: no graph break, no dependence on storage addresses."""
-    model = small()
-    tokens, positions = tokens_and_positions()
-    expected = model(tokens, positions, CausalContext())
-    for block in model.blocks:
-        block.compile(backend="eager", fullgraph=True)
-    assert torch.equal(model(tokens, positions, CausalContext()), expected)
+def test_compiled_blocks_give_the_same_and_share_their_code(small):
+    """Compiled as the trainer does, block by block: no graph break, and one graph for all layers and batches."""
+    from torch._dynamo.testing import CompileCounter
+
     ids = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
-    plain = small()
-    assert torch.equal(model(tokens, positions, DocumentContext(ids)), plain(tokens, positions, DocumentContext(ids)))
+    tokens, positions = tokens_and_positions()
+    for make in (CausalContext, lambda: DocumentContext(ids)):
+        torch._dynamo.reset()
+        model, counter = small(n_layers=10), CompileCounter()
+        expected = model(tokens, positions, make())
+        for block in model.blocks:
+            block.compile(backend=counter, fullgraph=True)
+        for _ in range(2):
+            assert torch.equal(model(tokens, positions, make()), expected)
+        assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"family": "gpt2", "n_kv_heads": 4}, {"qk_norm": True, "sliding_window": 4}])
+def test_autocast_stays_near_float32(changes, small):
+    model = small(**changes)
+    tokens, positions = tokens_and_positions()
+    ids = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+    for make in (CausalContext, lambda: DocumentContext(ids)):
+        exact = model.logits(model(tokens, positions, make()))
+        context = make()
+        with torch.autocast("cpu", torch.bfloat16):
+            rough = model.logits(model(tokens, positions, context))
+        assert rough.dtype == torch.bfloat16
+        assert (rough - exact).abs().mean() < 0.05 * exact.abs().mean()
+        assert all(mask.dtype == torch.bfloat16 for mask in context._masks._made.values())

@@ -24,6 +24,9 @@ class AttentionContext(Protocol):
 
     dropout: DropoutKey | None
 
+    def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        """Make what all layers share, before the first of them (and outside what is compiled)."""
+
     def attend(
         self,
         layer: int,
@@ -43,6 +46,9 @@ class CausalContext:
     def __init__(self, *, dropout: DropoutKey | None = None) -> None:
         self.dropout = dropout
         self._masks = _Masks(document_ids=None)
+
+    def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._masks.additive(length, window, dtype, device)
 
     def attend(
         self,
@@ -68,6 +74,9 @@ class DocumentContext:
         self.dropout = dropout
         one_document_a_row = bool((document_ids == document_ids[:, :1]).all())
         self._masks = _Masks(document_ids=None if one_document_a_row else document_ids)
+
+    def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._masks.additive(length, window, dtype, device)
 
     def attend(
         self,
@@ -101,6 +110,9 @@ class CachedContext:
     def length(self) -> int:
         """Tokens seen by every layer so far."""
         return min(self._lengths)
+
+    def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        """Nothing: a cache is taken by each layer with its first keys."""
 
     def attend(
         self,

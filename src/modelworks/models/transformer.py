@@ -10,6 +10,7 @@ never communicates. Weights are left unset on construction; `initialize` or a ch
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -51,7 +52,9 @@ class Transformer(nn.Module):
             x = x + self.position_embedding(positions)
         if self.training:
             x = dropout(x, self.config.dropout, context.dropout, EMBEDDING_LAYER, "embedding")
-        rotation = self.rotary(positions, x.dtype) if self.rotary is not None else None
+        dtype = _product_dtype(x)
+        rotation = self.rotary(positions, dtype) if self.rotary is not None else None
+        context.prepare(tokens.shape[1], self.config.sliding_window, dtype, x.device)
         for block in self.blocks:
             x = run_block(block, self.recompute, x, rotation, context)
         return self.final_norm(x)  # type: ignore[no-any-return]
@@ -103,3 +106,9 @@ class Block(nn.Module):
         if self.training:
             change = dropout(change, self.dropout, context.dropout, self.layer, site)
         return x + change if self.residual else change
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that matrix products of `x` come out in, which autocast may lower."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -1,6 +1,7 @@
 """LayerNorm (Ba et al. 2016) and RMSNorm (Zhang, Sennrich 2019) over the last dimension.
 
-Statistics are taken in float32 (float64 for float64 inputs): a bfloat16 mean of squares is too coarse.
+Statistics are taken in float32 (float64 for float64 inputs): a bfloat16 mean of squares is too coarse. The result has
+the dtype of x also where weights are wider (autocast).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -34,7 +35,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 def build_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
