@@ -241,7 +241,8 @@ def _questions(derived: Derived, tokenizer: Any) -> Any:
 
     if settings.best_metric not in known:
         raise UserError(
-            f"evaluate.best_metric: got `{settings.best_metric}`, expected one that this run measures: {', '.join(known)}"
+            f"evaluate.best_metric: got `{settings.best_metric}`, expected one that this run measures: "
+            f"{', '.join(known)}"
         )
     return run
 

@@ -10,6 +10,7 @@ Model FLOPs utilisation (MFU, Chowdhery et al. 2022, 2204.02311) is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -86,10 +87,9 @@ class MemoryMeter:
         """Start measuring peaks from here: what building the data took is not training's memory."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        try:
+        # Not Linux, or not allowed: the peak is then the whole process's.
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            pass  # not Linux, or not allowed: the peak is then the whole process's
         self.at_reset = self.resident()
 
     def resident(self) -> int:

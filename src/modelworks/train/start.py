@@ -52,9 +52,9 @@ def _check_same_tokens(config: RunConfig, theirs: Tokenizer, ours: Tokenizer) ->
     for token in range(min(theirs.vocab_size, ours.vocab_size)):
         if theirs.token_bytes(token) != ours.token_bytes(token):
             raise UserError(
-                f"init_from: {config.init_from} was trained on other tokens than data.tokenizer gives (token {token} is "
-                f"{theirs.token_bytes(token)!r} there and {ours.token_bytes(token)!r} here); set data.tokenizer to the "
-                "tokenizer of that model"
+                f"init_from: {config.init_from} was trained on other tokens than data.tokenizer gives (token {token} "
+                f"is {theirs.token_bytes(token)!r} there and {ours.token_bytes(token)!r} here); set data.tokenizer to "
+                "the tokenizer of that model"
             )
 
 

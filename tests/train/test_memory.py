@@ -1,0 +1,36 @@
+"""Predicted activation bytes against those that really stay allocated."""
+
+import pytest
+import torch
+
+from modelworks.config import ModelConfig, TrainConfig
+from modelworks.models import CausalContext, Transformer, activation_bytes, initialize
+from modelworks.train import memory
+from modelworks.train.precision import PRECISIONS, default_dtype
+
+SHAPE = {"n_layers": 3, "d_model": 32, "n_heads": 4, "vocab_size": 64, "max_seq_len": 64}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
+@pytest.mark.parametrize(("recompute", "tolerance"), [("none", 0.01), ("selective", 0.1), ("full", 0.35)])
+def test_prediction_equals_what_stays_allocated(family: str, precision: str, recompute: str, tolerance: float) -> None:
+    config = ModelConfig(family=family, **SHAPE)
+    kind = PRECISIONS[precision]
+    with default_dtype(kind.parameter_dtype):
+        model = Transformer(config)
+    initialize(model, 0)
+    model.set_recompute(recompute)
+    rows, length = 2, 64
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    positions = torch.arange(length).repeat(rows, 1)
+
+    def forward() -> torch.Tensor:
+        with kind.autocast(torch.device("cpu")):
+            return model(tokens, positions, CausalContext())
+
+    measured = activation_bytes(forward, [*model.parameters(), tokens, positions])
+    predicted = memory.activation_bytes(
+        config, TrainConfig(recompute=recompute), precision=precision, micro_batch=rows, seq_len=length
+    )
+    assert predicted == pytest.approx(measured, rel=tolerance)

@@ -1,0 +1,172 @@
+"""A run that is killed, stopped or interrupted goes on bit for bit as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelworks.checkpoint import latest_checkpoint, open_checkpoint
+from modelworks.config import UserError, dump_yaml
+from modelworks.records import read_records
+from modelworks.train import job, loop, train
+from modelworks.train.stopping import StopRequest
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from modelworks.config import load_run_config
+from modelworks.train import job, loop
+
+real = loop.train_step
+def until(*arguments, step, **rest):
+    if step == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, step=step, **rest)
+loop.train_step = until
+
+from modelworks.hardware import Machine, facts
+machine = Machine(facts(), "cpu", "", 1, {"fp32": 1e11, "bf16": 1e11, "fp16": 1e9}, 1e10, "", 0.0)
+job.train(load_run_config(sys.argv[1]), Path(sys.argv[2]), machine=machine)
+"""
+
+
+def series(run_dir: Path, name: str) -> list[tuple[int, float]]:
+    return [
+        (record.step, float(record.value)) for record in read_records(run_dir / "records.jsonl") if record.name == name
+    ]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(run_dir / "checkpoints")
+    assert path is not None
+    checkpoint = open_checkpoint(path)
+    return {f"{section}/{name}": t for section in ("model", "optimizer") for name, t in checkpoint.tensors(section)}
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], Any]) -> None:
+    """Do something just before the update of step `number`."""
+    real = loop.train_step
+
+    def step(*arguments: Any, step: int, **rest: Any) -> Any:
+        if step == number:
+            action()
+        return real(*arguments, step=step, **rest)
+
+    monkeypatch.setattr(loop, "train_step", step)
+
+
+def assert_same_run(run_dir: Path, reference: Path) -> None:
+    for name in ("train/loss", "train/grad_norm", "train/lr", "val/loss"):
+        assert series(run_dir, name) == series(reference, name)
+    ours, theirs = weights(run_dir), weights(reference)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_config: Any, tiny_machine: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "reference"
+    train(tiny_config(), run_dir, machine=tiny_machine)
+    return run_dir
+
+
+def test_killed_and_resumed_equals_uninterrupted(
+    tiny_config: Any, tiny_machine: Any, uninterrupted: Path, tmp_path: Path
+) -> None:
+    config, run_dir = tiny_config(), tmp_path / "run"
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "config.yaml"), str(run_dir), "5"],
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    # Five steps ran, the checkpoint is of the evaluation after the fourth.
+    assert [step for step, _ in series(run_dir, "train/loss")] == [1, 2, 3, 4, 5]
+    result = train(config, run_dir, resume=True, machine=tiny_machine)
+    assert result.steps == 8
+    assert [step for step, _ in series(run_dir, "train/loss")] == list(range(1, 9))
+    assert_same_run(run_dir, uninterrupted)
+
+
+def test_killed_before_the_first_checkpoint_starts_again(
+    tiny_config: Any, tiny_machine: Any, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        at_step(patch, 1, lambda: 1 / 0)
+        train(tiny_config(), run_dir, machine=tiny_machine)
+    train(tiny_config(), run_dir, resume=True, machine=tiny_machine)
+    assert_same_run(run_dir, uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_can_be_resumed(
+    number: signal.Signals, tiny_config: Any, tiny_machine: Any, uninterrupted: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    run_dir = tmp_path / "run"
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, lambda: os.kill(os.getpid(), number))
+        result = train(tiny_config(), run_dir, machine=tiny_machine)
+    assert (result.stopped_by, result.steps) == (number.name, 5)
+    assert result.checkpoint is not None
+    assert result.checkpoint.endswith("step-00000005")
+    assert not (run_dir / "summary.json").exists()
+    assert signal.getsignal(number) is before
+    train(tiny_config(), run_dir, resume=True, machine=tiny_machine)
+    assert_same_run(run_dir, uninterrupted)
+
+
+def test_a_second_interrupt_stops_at_once() -> None:
+    request = StopRequest()
+    request(signal.SIGTERM, None)
+    request(signal.SIGTERM, None)  # a scheduler may repeat itself
+    assert request.signal is signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt):
+        request(signal.SIGINT, None)
+
+
+def test_a_longer_duration_goes_on_and_other_changes_are_refused(
+    tiny_config: Any, tiny_machine: Any, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    train(tiny_config("train.duration=4 steps"), run_dir, machine=tiny_machine)
+    for change in ("optimizer.lr=0.5", "data.seq_len=16", "train.global_batch=8", "seed=1"):
+        with pytest.raises(UserError, match=change.split("=")[0]):
+            train(tiny_config("train.duration=6 steps", change), run_dir, resume=True, machine=tiny_machine)
+    assert [step for step, _ in series(run_dir, "train/loss")] == [1, 2, 3, 4]
+    result = train(tiny_config("train.duration=6 steps"), run_dir, resume=True, machine=tiny_machine)
+    assert result.steps == 6
+    assert [step for step, _ in series(run_dir, "train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert "6 steps" in (run_dir / "config.yaml").read_text()
+
+
+def test_a_resumed_run_keeps_the_choices_made_for_auto(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    run_dir = tmp_path / "run"
+    config = tiny_config("train.duration=2 steps", "train.precision=auto", "checkpoint.every=auto")
+    train(config, run_dir, machine=tiny_machine)
+    faster = replace(tiny_machine, gemm={"fp32": 1e11, "bf16": 9e11, "fp16": 1e9})
+    longer = tiny_config("train.duration=3 steps", "train.precision=auto", "checkpoint.every=auto")
+    assert job.derive(longer, faster).precision.name == "bf16-autocast"
+    train(longer, run_dir, resume=True, machine=faster)
+    assert "precision: fp32" in (run_dir / "config.yaml").read_text()
+
+
+def test_resuming_a_finished_run_changes_nothing(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    first = train(tiny_config("train.duration=4 steps"), run_dir, machine=tiny_machine)
+    again = train(tiny_config("train.duration=4 steps"), run_dir, resume=True, machine=tiny_machine)
+    assert (again.steps, again.val_loss, again.checkpoint) == (first.steps, first.val_loss, first.checkpoint)
