@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelworks.config import ConfigError, Duration, RunConfig, UserError, dump_yaml, load_run_config, parse_run_config
-from modelworks.config.validate import key_paths
+from modelworks.config.keys import key_paths
 
 
 def problems(text: str, *overrides: str) -> dict[str, str]:

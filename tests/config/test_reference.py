@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from modelworks.config import MAY_CHANGE, ModelConfig, preset_names
 from modelworks.config.describe import describe_field
-from modelworks.config.validate import key_paths
+from modelworks.config.keys import key_paths
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 DERIVED = {"model.n_kv_heads", "model.head_dim", "model.d_ff"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelworks.config import MAY_CHANGE, RunConfig, UserError, differences, parse_run_config, resume_differences
-from modelworks.config.validate import key_paths
+from modelworks.config.keys import key_paths
 
 BASE = """
 model: llama-tiny

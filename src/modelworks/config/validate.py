@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -19,36 +18,10 @@ from modelworks.config.describe import (
     sections_in,
 )
 from modelworks.config.errors import ABSENT, ConfigError, Problem, ProblemsError, nearest
+from modelworks.config.keys import unknown_key
 from modelworks.config.model import ModelConfig
 from modelworks.config.named_models import expand_model, preset_names
 from modelworks.config.run import RunConfig
-
-# What other tools call our keys. The last part of an unknown key is looked up here before any guess is made.
-_OTHER_NAMES = {
-    "learning_rate": "optimizer.lr",
-    "batch_size": "train.global_batch",
-    "gradient_accumulation_steps": "train.micro_batch",
-    "max_steps": "train.duration",
-    "steps": "train.duration",
-    "epochs": "train.duration",
-    "num_train_epochs": "train.duration",
-    "warmup_steps": "schedule.warmup",
-    "warmup_ratio": "schedule.warmup",
-    "lr_scheduler": "schedule.name",
-    "max_grad_norm": "train.grad_clip",
-    "dtype": "train.precision",
-    "context_length": "data.seq_len",
-    "hidden_size": "model.d_model",
-    "n_embd": "model.d_model",
-    "num_hidden_layers": "model.n_layers",
-    "n_layer": "model.n_layers",
-    "num_attention_heads": "model.n_heads",
-    "n_head": "model.n_heads",
-    "num_key_value_heads": "model.n_kv_heads",
-    "intermediate_size": "model.d_ff",
-    "max_position_embeddings": "model.max_seq_len",
-    "tie_word_embeddings": "model.tie_embeddings",
-}
 
 
 def validate_sections(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -59,7 +32,7 @@ def validate_sections(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[Prob
     """
     valid: dict[str, Any] = {}
     fields = section_fields(RunConfig)
-    problems = [_unknown_key(str(key), value, RunConfig) for key, value in raw.items() if key not in fields]
+    problems = [unknown_key(str(key), value) for key, value in raw.items() if key not in fields]
     for key, field in fields.items():
         value = raw.get(key, ABSENT)
         try:
@@ -85,16 +58,6 @@ def parse_model_config(values: Mapping[str, Any], where: str) -> ModelConfig:
     except ValidationError as error:
         field = FieldInfo(annotation=ModelConfig)
         raise ConfigError(where, _translate(error, "", field, dict(values))) from None
-
-
-def key_paths(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key that can be written, as a dotted path (`data.sources.*.name` inside a list), with its field."""
-    for key, field in section_fields(section).items():
-        path = f"{prefix}{key}"
-        yield path, field
-        in_list = "list" in {getattr(get_origin(part), "__name__", "") for part in _parts(field.annotation)}
-        for inner in sections_in(field.annotation):
-            yield from key_paths(inner, f"{path}.*." if in_list else f"{path}.")
 
 
 def _model(value: Any) -> ModelConfig:
@@ -131,7 +94,7 @@ def _problems_of(item: Any, prefix: str, field: FieldInfo, raw: Any) -> list[Pro
             for problem in cause.problems
         ]
     if kind == "extra_forbidden":
-        return [_unknown_key(path, value, _section_at(path))]
+        return [unknown_key(path, value)]
     if kind == "missing" and isinstance(item["loc"][-1], int):  # too short a list: the list is at fault
         return _problems_of({**item, "type": "too_short", "loc": item["loc"][:-1]}, prefix, field, raw)
     if kind == "missing":
@@ -178,12 +141,6 @@ def _locate(loc: list[Any], prefix: str, field: FieldInfo, raw: Any) -> tuple[st
     return path, field, value
 
 
-def _parts(annotation: Any) -> Iterator[Any]:
-    yield annotation
-    for argument in get_args(annotation):
-        yield from _parts(argument)
-
-
 def _members(annotation: Any) -> list[Any]:
     """The types of a union without None; `[annotation]` when it is none."""
     if get_origin(annotation) is Annotated:
@@ -215,41 +172,3 @@ def _boolean_hint(field: FieldInfo, value: Any) -> str | None:
     if field.annotation is bool and isinstance(value, str):
         return {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower())
     return f'"{value}"' if field.annotation is str and isinstance(value, (int, float)) else None
-
-
-def _section_at(path: str) -> type[BaseModel]:
-    """The section that holds the key at `path`."""
-    section: type[BaseModel] = RunConfig
-    for part in path.split(".")[:-1]:
-        if part.isdigit():
-            continue
-        field = section_fields(section).get(part)
-        inner = list(sections_in(field.annotation)) if field else []
-        if inner:
-            section = inner[0]
-    return section
-
-
-def _unknown_key(path: str, value: Any, section: type[BaseModel]) -> Problem:
-    parent, _, name = path.rpartition(".")
-    inside = f"{parent}." if parent else ""
-    keys = list(section_fields(section))
-    everywhere = [key for key, _ in key_paths()]
-    elsewhere = [key for key in everywhere if key.rpartition(".")[2] == name and "*" not in key]
-    if name in _OTHER_NAMES:
-        suggestion: str | None = _OTHER_NAMES[name]
-    elif slip := get_close_matches(name, keys, n=1, cutoff=0.85):
-        suggestion = f"{inside}{slip[0]}"
-    elif elsewhere:
-        suggestion = "` or `".join(elsewhere[:3])
-    else:
-        close = nearest(name, keys)
-        suggestion = f"{inside}{close}" if close else _near_anywhere(name, everywhere)
-    expected = f"a key of `{parent}`" if parent else "a top-level key"
-    return Problem(path, value, expected if suggestion else f"{expected}: {', '.join(keys)}", suggestion)
-
-
-def _near_anywhere(name: str, paths: list[str]) -> str | None:
-    by_name = {path.rpartition(".")[2]: path for path in paths if "*" not in path}
-    close = nearest(name, by_name)
-    return by_name[close] if close else None

@@ -111,4 +111,5 @@ class Block(nn.Module):
 def _product_dtype(x: Tensor) -> torch.dtype:
     """The dtype that matrix products of `x` come out in, which autocast may lower."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # meta has none
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
