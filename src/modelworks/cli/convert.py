@@ -41,7 +41,7 @@ def command(
     try:
         max_shard_bytes = parse_bytes(max_shard_size)
     except ValueError as error:
-        raise UserError(f"--max-shard-size: got {max_shard_size!r}, {error}") from None
+        raise UserError(f"--max-shard-size: got {max_shard_size!r}, expected {error}") from None
     if max_shard_bytes == 0:
         raise UserError("--max-shard-size: got 0, expected a size such as 4GiB")
     import torch
