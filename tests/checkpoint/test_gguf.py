@@ -315,6 +315,14 @@ def test_counts_are_checked_before_memory_is_taken(count: int, tmp_path: Path) -
             read_gguf_header(path)
 
 
+def test_a_layer_count_that_no_file_could_hold(small_file: Path, tmp_path: Path) -> None:
+    data, key = bytearray(small_file.read_bytes()), b"llama.block_count"
+    struct.pack_into("<I", data, data.index(key) + len(key) + 4, 2**32 - 1)
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match="claims 4,294,967,295 layers with 21 tensors"):
+        load_model(str(tmp_path / "m.gguf"))
+
+
 def test_big_endian_and_other_versions(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))

@@ -204,7 +204,13 @@ def test_corrupted_weights(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"hidden_size": "big"}, {"hidden_size": -1}, {"model_type": "mamba", "architectures": ["Mamba"]}]
+    "change",
+    [
+        {"hidden_size": "big"},
+        {"hidden_size": -1},
+        {"num_hidden_layers": 10**12},
+        {"model_type": "mamba", "architectures": ["Mamba"]},
+    ],
 )
 def test_config_json_that_is_wrong(llama: Path, change: dict[str, Any]) -> None:
     set_config(llama, **change)

@@ -12,7 +12,7 @@ from modelworks.config import ModelConfig, RunConfig
 from modelworks.models import Transformer, initialize
 
 CONFIG = ModelConfig(n_layers=1, d_model=16, n_heads=2, vocab_size=300, max_seq_len=32)
-RUN = RunConfig.model_validate({"model": CONFIG, "data": {"tokenizer": {"vocab_size": 300}}})
+RUN = RunConfig.model_validate({"model": CONFIG, "data": {"seq_len": 32, "tokenizer": {"vocab_size": 300}}})
 
 
 def model_of(seed: int) -> Transformer:

@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modelworks.checkpoint.conversion import convert as convert
+    from modelworks.checkpoint.errors import CheckpointError as CheckpointError
+    from modelworks.checkpoint.formats.source import ModelSource as ModelSource
+    from modelworks.checkpoint.loading import LoadedModel as LoadedModel
+    from modelworks.checkpoint.loading import load_model as load_model
+    from modelworks.checkpoint.loading import open_model as open_model
+    from modelworks.checkpoint.read import Checkpoint as Checkpoint
+    from modelworks.checkpoint.read import explain as explain
+    from modelworks.checkpoint.read import open_checkpoint as open_checkpoint
+    from modelworks.checkpoint.retention import best_checkpoint as best_checkpoint
+    from modelworks.checkpoint.retention import clean_leftovers as clean_leftovers
+    from modelworks.checkpoint.retention import latest_checkpoint as latest_checkpoint
+    from modelworks.checkpoint.retention import retain as retain
+    from modelworks.checkpoint.write import LazyTensor as LazyTensor
+    from modelworks.checkpoint.write import write_checkpoint as write_checkpoint
+    from modelworks.checkpoint.write import write_model as write_model
 
 _OFFERS = {
     "Checkpoint": "read",

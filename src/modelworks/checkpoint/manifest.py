@@ -164,7 +164,12 @@ def decode_numbers(value: Any) -> Any:
 
 
 def parse_model(manifest: Manifest, where: Path) -> ModelConfig:
-    return _parse(ModelConfig, manifest.model, where)
+    config = _parse(ModelConfig, manifest.model, where)
+    if config.n_layers > len(manifest.tensors):  # or listing its tensors would never end
+        raise CheckpointError(
+            f"{where / MANIFEST}: claims {config.n_layers:,} layers, but lists {len(manifest.tensors):,} tensors"
+        )
+    return config
 
 
 def parse_run(manifest: Manifest, where: Path) -> RunConfig:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
+from pydantic import ValidationError
 from torch import Tensor
 
 from modelworks.checkpoint.errors import CheckpointError
@@ -102,7 +103,16 @@ def model_config(header: GgufHeader) -> ModelConfig:
         values["rope_theta"] = meta.number("rope.freq_base", 10_000.0)
         values["rope_scaling"] = _rope_scaling(header, meta, head_dim, values["rope_theta"])
         values["sliding_window"] = meta.count("attention.sliding_window", 0) or None
-    return ModelConfig(**values)
+    if values["n_layers"] > len(header.tensors):  # or listing its tensors would never end
+        raise CheckpointError(
+            f"{header.path}: claims {values['n_layers']:,} layers with {len(header.tensors):,} tensors"
+        )
+    try:
+        return ModelConfig(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{header.path}: gives {place} = {first['input']!r}: {first['msg']}") from None
 
 
 def dequantized(header: GgufHeader, name: str) -> Tensor:
@@ -144,15 +154,15 @@ def _tensors(header: GgufHeader, config: ModelConfig) -> dict[str, LazyTensor]:
             third = (tensor.shape[0] // 3, *tensor.shape[1:])
             for index, part in enumerate("qkv"):
                 ours = f"{prefix}attention.{part}.{kind}"
-                result[ours] = _lazy(third, lambda n=name, i=index: dequantized(header, n).chunk(3)[i])  # type: ignore[misc]
+                result[ours] = _lazy(third, lambda n=name, i=index: dequantized(header, n).chunk(3)[i])
         elif config.family == "llama" and module in ("attention.q", "attention.k"):
             heads = config.n_heads if module.endswith("q") else config.n_kv_heads
             result[f"{prefix}{module}.{kind}"] = _lazy(
                 tensor.shape,
-                lambda n=name, h=heads: to_halves(dequantized(header, n), h),  # type: ignore[misc]
+                lambda n=name, h=heads: to_halves(dequantized(header, n), h),
             )
         else:
-            result[f"{prefix}{module}.{kind}"] = _lazy(tensor.shape, lambda n=name: dequantized(header, n))  # type: ignore[misc]
+            result[f"{prefix}{module}.{kind}"] = _lazy(tensor.shape, lambda n=name: dequantized(header, n))
     return result
 
 
@@ -205,12 +215,16 @@ def _rope_scaling(header: GgufHeader, meta: _Metadata, head_dim: int, theta: flo
 def _llama3_scaling(header: GgufHeader, head_dim: int, theta: float) -> RopeScaling:
     """The rule behind the factors: its largest factor, and the published constants; refused if they do not match."""
     factors = dequantized(header, _ROPE_FACTORS).double().flatten()
+    if factors.numel() != head_dim // 2:
+        raise CheckpointError(
+            f"{header.path}: `{_ROPE_FACTORS}` has {factors.numel()} values, expected {head_dim // 2}"
+        )
     rule = RopeScaling(type="llama3", factor=max(1.0, float(factors.max())), original_max_seq_len=8192)
     wavelength = 2 * np.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     turns = 8192 / wavelength
     smooth = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
     expected = 1 / (smooth.clamp(0, 1) * (1 - 1 / rule.factor) + 1 / rule.factor)
-    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-4):
+    if not torch.allclose(factors, expected, rtol=1e-4):
         raise CheckpointError(f"{header.path}: the factors in `{_ROPE_FACTORS}` are not those of Llama 3's rule")
     return rule
 

@@ -43,6 +43,10 @@ def open_hugging_face(directory: Path) -> ModelSource:
     config = _read_config(directory)
     _refuse_pickles(directory)
     stored = ShardedSafetensors(directory)
+    if config.n_layers > len(stored.names):  # or listing its tensors would never end
+        raise CheckpointError(
+            f"{directory}: config.json claims {config.n_layers:,} layers, the files hold {len(stored.names):,} tensors"
+        )
     place = _match(directory, config, stored)
     _check_tied_head(directory, config, stored, place)
     shapes = parameter_shapes(config)
