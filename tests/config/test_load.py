@@ -219,6 +219,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert load_run_config(tmp_path / "bom.yaml").model.n_layers == 8
 
 
+def test_aliases_that_stand_for_billions_of_values_are_answered_at_once() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    found = problems("model: llama-tiny\n" + "\n".join(lines) + "\nname: *a11\ndata: {sources: *a11}", "a11=*a11")
+    assert {"a0", "a11", "name", "data.sources.0"} <= set(found)
+
+
 def test_long_values_do_not_flood_the_message() -> None:
     assert len(problems("model: llama-tiny", "train.precision=" + "x" * 10_000)["train.precision"]) < 200
 

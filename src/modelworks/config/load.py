@@ -7,6 +7,7 @@ right key. A key that would be ignored is a problem too: nothing written in a fi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ def parse_run_config(text: str, where: str, overrides: Sequence[str] = ()) -> Ru
     if not isinstance(document.value, dict):
         found = "nothing" if document.value is None else f"a {_kind(document.value)}"
         raise UserError(f"{where}: expected a mapping of keys such as `model: llama-tiny`, found {found}")
-    raw, problems = apply_overrides(document.value, overrides)
-    problems += [_with_line(problem, document, raw) for problem in _problems(raw)]
+    raw, changed, problems = apply_overrides(document.value, overrides)
+    problems += [_with_line(problem, document, changed) for problem in _problems(raw)]
     if problems:
         raise ConfigError(where, problems)
     sections, _ = validate_sections(raw)
@@ -84,14 +85,14 @@ def _remove(values: Any, parts: list[str]) -> None:
     values.pop(parts[-1], None)
 
 
-def _with_line(problem: Problem, document: Document, raw: dict[str, Any]) -> Problem:
-    """Add the line of the key, or of the nearest enclosing key that is written in the file itself."""
+def _with_line(problem: Problem, document: Document, changed: list[str]) -> Problem:
+    """Add the line of the key, or of the nearest enclosing key that is written; none for what an override set."""
+    if any(f"{problem.key}.".startswith(f"{key}.") for key in changed):
+        return problem
     parts = problem.key.split(".")
-    here, there = _written(raw, parts), _written(document.value, parts)
-    same = here is there or here == there  # nan is not equal to itself
-    while parts and same:
+    while parts:
         if line := document.lines.get(".".join(parts)):
-            return Problem(problem.key, problem.value, problem.expected, problem.suggestion, line)
+            return replace(problem, line=line)
         parts.pop()
     return problem
 

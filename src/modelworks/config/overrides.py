@@ -19,9 +19,12 @@ from modelworks.config.run import RunConfig
 from modelworks.config.yaml_text import parse_yaml
 
 
-def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """A changed copy of `values`, and what was wrong with overrides that could not be placed."""
+def apply_overrides(
+    values: dict[str, Any], overrides: Sequence[str]
+) -> tuple[dict[str, Any], list[str], list[Problem]]:
+    """A changed copy of `values`, the keys that were set, and what was wrong with overrides that were not."""
     result = copy.deepcopy(values)
+    changed: list[str] = []
     problems: list[Problem] = []
     for text in overrides:
         key, equals, written = text.partition("=")
@@ -35,9 +38,10 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> tuple[d
             value = written.strip()  # text that YAML would take for structure, such as `a: b: c`
         try:
             _set(result, key.split("."), value)
+            changed.append(key)
         except ValueError as error:
             problems.append(Problem(key, value, str(error)))
-    return result, problems
+    return result, changed, problems
 
 
 def _set(values: dict[str, Any], parts: list[str], value: Any) -> None:

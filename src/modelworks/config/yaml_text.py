@@ -137,10 +137,10 @@ def _plain(error: yaml.MarkedYAMLError) -> str:
     return f"not readable as YAML: {problem}"
 
 
-def _collect_lines(node: yaml.Node, path: str, lines: dict[str, int], active: set[int]) -> None:
-    if id(node) in active:  # an alias that contains itself
+def _collect_lines(node: yaml.Node, path: str, lines: dict[str, int], seen: set[int]) -> None:
+    if id(node) in seen:  # an alias: walked where it stands first, as a few of them can stand for billions of places
         return
-    active.add(id(node))
+    seen.add(id(node))
     children: list[tuple[str, yaml.Node, int]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(str(key.value), value, key.start_mark.line) for key, value in node.value]
@@ -150,5 +150,4 @@ def _collect_lines(node: yaml.Node, path: str, lines: dict[str, int], active: se
         key = f"{path}.{name}" if path else name
         if key not in lines:
             lines[key] = line + 1
-            _collect_lines(value, key, lines, active)
-    active.discard(id(node))
+            _collect_lines(value, key, lines, seen)
