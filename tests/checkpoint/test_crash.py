@@ -72,6 +72,13 @@ def killed_at(call_number: int, work: Callable[[], None]) -> bool:
     return status == 99
 
 
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process loses no page cache: durability plays no part here, and syncing would take most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize("step", [2, 1], ids=["new step", "replacing the same step"])
 def test_killed_between_any_two_steps(tmp_path: Path, step: int) -> None:
     call_number, outcomes = 0, []
@@ -100,6 +107,7 @@ def test_killed_between_any_two_steps(tmp_path: Path, step: int) -> None:
     assert set(outcomes) == {1.0, 2.0}
 
 
+@pytest.mark.usefixtures("no_waiting")
 def test_killed_while_retaining(tmp_path: Path) -> None:
     call_number = 0
     while True:

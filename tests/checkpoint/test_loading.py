@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelworks.checkpoint import CheckpointError, load_model, open_model, write_checkpoint
+from modelworks.checkpoint import CheckpointError, latest_checkpoint, load_model, open_model, write_checkpoint
 from modelworks.config import ModelConfig, RunConfig
 from modelworks.models import Transformer, initialize
 
@@ -99,3 +99,15 @@ def test_a_checkpoint_of_another_model(run: Path) -> None:
     other = Transformer(ModelConfig(n_layers=2, d_model=32, n_heads=2, vocab_size=300, max_seq_len=32))
     with pytest.raises(CheckpointError, match=r"another model: `embedding.weight` has shape \[300, 16\], expected"):
         open_model("my-run").load_into(dict(other.named_parameters()))
+
+
+def test_a_damaged_optimizer_does_not_hide_the_model(tmp_path: Path) -> None:
+    weights = dict(model_of(7).named_parameters())
+    sections = {"model": weights, "optimizer": {"embedding.weight/exp_avg": torch.ones(4)}}
+    directory = tmp_path / "checkpoints"
+    path = write_checkpoint(directory, step=7, config=RUN, sections=sections, state={}, tokenizer=None)
+    data = bytearray((path / "optimizer.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "optimizer.safetensors").write_bytes(data)
+    assert same(str(tmp_path), 7)
+    assert latest_checkpoint(directory) is None

@@ -74,7 +74,9 @@ def _file(path: Path) -> Location:
 
 def _select(run: Path, directory: Path, selector: str, notify: Notify) -> Path:
     if selector == "latest":
-        found = latest_checkpoint(directory, on_skip=lambda path, reason: notify(f"skipped {path.name}: {reason}"))
+        found = latest_checkpoint(
+            directory, on_skip=lambda path, reason: notify(f"skipped {path.name}: {reason}"), sections=("model",)
+        )
         if found is None:
             raise CheckpointError(f"{directory}: no complete checkpoint")
         return found
@@ -87,7 +89,7 @@ def _select(run: Path, directory: Path, selector: str, notify: Notify) -> Path:
 
 
 def _best(run: Path, directory: Path) -> Path:
-    newest = latest_checkpoint(directory)
+    newest = latest_checkpoint(directory, sections=())
     if newest is not None:
         evaluate = open_checkpoint(newest).config.evaluate
         found = best_checkpoint(directory, evaluate.best_metric, evaluate.best_mode)

@@ -7,7 +7,7 @@ a model fills every parameter exactly once and uses every tensor, or says which 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,10 @@ class Checkpoint:
             for name, tensor in self.tensors(section):
                 targets[name].copy_(tensor)
 
-    def verify(self) -> None:
-        """Read everything once and check every checksum; raises CheckpointError naming file and tensor."""
-        pieces = {(p.file, p.key): (t, p) for t in self.manifest.tensors for p in t.pieces}
+    def verify(self, sections: Collection[str] | None = None) -> None:
+        """Read the sections (default: all) once and check every checksum; CheckpointError names file and tensor."""
+        tensors = [t for t in self.manifest.tensors if sections is None or t.section in sections]
+        pieces = {(p.file, p.key): (t, p) for t in tensors for p in t.pieces}
         for tensor, piece in pieces.values():
             self._piece(tensor, piece)
         for name, entry in self.manifest.files.items():

@@ -59,14 +59,20 @@ def best_checkpoint(directory: Path, metric: str, mode: Literal["min", "max"]) -
     return min(scored)[2] if scored else None
 
 
-def latest_checkpoint(directory: Path, *, on_skip: Callable[[Path, str], None] | None = None) -> Path | None:
+def latest_checkpoint(
+    directory: Path,
+    *,
+    on_skip: Callable[[Path, str], None] | None = None,
+    sections: Collection[str] | None = None,
+) -> Path | None:
     """The newest checkpoint of `directory` that is whole, checksums included; None when there is none.
 
+    sections: check only the contents of these (all files must be there in any case); default all.
     on_skip: called with the path and the reason for every newer one that cannot be used, newest first.
     """
     for path in reversed(checkpoint_directories(directory)):
         try:
-            open_checkpoint(path).verify()
+            open_checkpoint(path).verify(sections)
         except (CheckpointError, OSError) as error:
             if on_skip is not None:
                 on_skip(path, str(error))

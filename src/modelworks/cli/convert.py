@@ -91,7 +91,7 @@ class _Progress:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._bar = Progress(
-            TextColumn("converting"),
+            TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TimeRemainingColumn(),
@@ -108,4 +108,5 @@ class _Progress:
         self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
+        doing = "converting" if done < total else "reading back and comparing logits"
+        self._bar.update(self._task, completed=done, total=total, description=doing)

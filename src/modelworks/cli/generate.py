@@ -145,6 +145,7 @@ def _write(loaded: LoadedModel, ids: list[int], sampling: Sampling, max_tokens: 
 
 def _load(model: str, dtype: str, device: str) -> LoadedModel:
     import torch
+    from rich.console import Console
 
     from modelworks.checkpoint import load_model
 
@@ -155,7 +156,8 @@ def _load(model: str, dtype: str, device: str) -> LoadedModel:
     if dtype == "auto":
         dtype = "bf16" if device == "cuda" else "fp32"
         _say(f"dtype {dtype}: the default on {device}")
-    return load_model(model, dtype=getattr(torch, DTYPES[dtype]), device=device)
+    with Console(stderr=True).status(f"loading {model}"):
+        return load_model(model, dtype=getattr(torch, DTYPES[dtype]), device=device)
 
 
 def _prompt_ids(loaded: LoadedModel, text: str, chat: bool) -> list[int]:
