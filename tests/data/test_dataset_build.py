@@ -268,13 +268,17 @@ def test_workers_end_with_the_builder(data_config: Configs, tmp_path: Path, how:
     dataset = build_dataset(config, progress=False)
     (tmp_path / "endless.py").write_text(script)
     command = [sys.executable, str(tmp_path / "endless.py"), str(dataset.tokenizer_directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "going\n"
         workers = children(process.pid)
         assert len(workers) >= 2
-        process.send_signal(how)
-        process.communicate(timeout=60)
+        # Ctrl-C on a terminal goes to the whole group
+        os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
+        errors = process.communicate(timeout=60)[1]
+    assert errors.count("Traceback") == (1 if how == signal.SIGINT else 0)  # the script's own KeyboardInterrupt
     deadline = time.monotonic() + 20
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -301,5 +305,31 @@ def test_a_sample_bounds_what_the_tokenizer_is_trained_on(
 ) -> None:
     build_dataset(data_config(tokenizer={"train": "bpe", "vocab_size": 400, "sample": "4KB"}), progress=True)
     said = capsys.readouterr().err
-    assert "sample: 4KB" in said
+    assert "3.91 KiB of the training split (data.tokenizer.sample)" in said
     assert "fewer than the 400 asked for" in said
+
+
+@pytest.mark.slow
+def test_a_single_line_of_50_mb_takes_bounded_time_and_memory(data_config: Configs, tmp_path: Path) -> None:
+    tokenizer = build_dataset(data_config(), progress=False).tokenizer_directory
+    with (tmp_path / "long.jsonl").open("w") as file:
+        file.write(json.dumps({"text": "0123456789abcdef" * 3_125_000}) + "\n")
+        file.writelines(json.dumps({"text": f"short {number}"}) + "\n" for number in range(50))
+    source = SourceConfig(name="long", type="jsonl", path=str(tmp_path / "long.jsonl"))
+    config = data_config(sources=[source], tokenizer=str(tokenizer), workers=1)
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    script = textwrap.dedent("""
+        import resource, sys
+        from modelworks.config import DataConfig
+        from modelworks.data import build_dataset
+
+        dataset = build_dataset(DataConfig.model_validate_json(open(sys.argv[1]).read()), progress=False)
+        stream = dataset.sources[0].train
+        assert max(stream.text_bytes) == 50_000_000
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    """)
+    started = time.monotonic()
+    command = [sys.executable, "-c", script, str(tmp_path / "config.json")]
+    kibibytes = int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    assert time.monotonic() - started < 120
+    assert kibibytes < 1_500_000

@@ -105,13 +105,9 @@ def test_long_text_has_the_tokens_of_the_whole(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_document(text)[1:-1].tolist() == whole
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["a" * 50_000_000, "0123456789abcdef" * 3_125_000, " " * 50_000_000])
-def test_a_single_line_of_50_mb_is_tokenised_in_bounded_time(bpe: Tokenizer, text: str) -> None:
-    started = time.monotonic()
-    ids = bpe.encode_document(text)
-    assert time.monotonic() - started < 120
-    assert bpe.decode(ids.tolist()) == text
+@pytest.mark.parametrize("text", ["a" * 1_000_000, "0123456789abcdef" * 60_000, " " * 1_000_000, "日本" * 300_000])
+def test_a_line_without_a_place_to_cut_comes_back(bpe: Tokenizer, text: str) -> None:
+    assert bpe.decode(bpe.encode_document(text).tolist()) == text
 
 
 def test_training_on_a_giant_word_is_not_quadratic() -> None:

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from modelworks.config import DataConfig, UserError, format_bytes, format_count, parse_bytes
+from modelworks.config import DataConfig, UserError, format_bytes, format_count
 from modelworks.data.dataset import FORMAT_VERSION, MANIFEST, Dataset, open_dataset
 from modelworks.data.documents import Skipped
 from modelworks.data.files import ContentHashes, source_files
@@ -28,6 +27,7 @@ from modelworks.data.publish import published, remove_leavings, sole_builder, wr
 from modelworks.data.scan import Corpus, SourceScan, scan
 from modelworks.data.shards import FileRecord, StreamWriter, as_row, token_dtype
 from modelworks.data.split import content_fraction, split_of
+from modelworks.data.tokenizers.pieces import pieces
 from modelworks.data.tokenizers.tokenizer import Tokenizer
 from modelworks.data.tokenizers.training import train_tokenizer
 from modelworks.data.workers import tokenised
@@ -124,7 +124,7 @@ def _write_source(
     directory: Path, corpus: Corpus, place: int, vocab_size: int, workers: int, advance: Callable[[int], None]
 ) -> dict[str, Any]:
     """Tokenise one source into its two streams; their manifest rows."""
-    slug = f"{place:02d}-" + re.sub(r"[^A-Za-z0-9._-]+", "-", corpus.sources[place].name)
+    slug = f"{place:02d}-{corpus.sources[place].name}"
     dtype = token_dtype(vocab_size)
     writers = {
         "train": StreamWriter(directory, f"train/{slug}", dtype, keep_text=False),
@@ -142,21 +142,20 @@ def _write_source(
 
 
 def _train(config: DataConfig, corpus: Corpus, scans: list[SourceScan], say: Console) -> Tokenizer:
-    """Train on the training split: all of it, or documents chosen by the hash of their text up to `sample` bytes."""
+    """Train on the training split: all of it, or pieces chosen by their hash, about `sample` bytes."""
     training = config.tokenizer
     assert not isinstance(training, str)
     total = sum(found.train_bytes for found in scans)
-    share = min(1.0, parse_bytes(training.sample) / total)
+    share = min(1.0, training.sample / total)
     say.print(
         f"data: training a {training.train} tokenizer on {format_bytes(share * total)} of the training split"
-        + (f" (data.tokenizer.sample: {training.sample})" if share < 1 else ""),
+        + (" (data.tokenizer.sample)" if share < 1 else ""),
     )
 
     def texts() -> Iterator[str]:
         with _bar(say, "training the tokenizer", total) as advance:
             for text in corpus.train_texts():
-                if share == 1.0 or content_fraction(text, b"tokenizer") < share:
-                    yield text
+                yield from (p for p in pieces(text) if share == 1.0 or content_fraction(p, b"tokenizer") < share)
                 advance(len(text.encode("utf-8")))
 
     tokenizer = train_tokenizer(texts(), training)

@@ -77,7 +77,7 @@ def _encode_apart(
     waiting: deque[tuple[list[Place], Future[list[Ids]]]] = deque()
     try:
         for places, parts in groups:
-            waiting.append((places, pool.submit(_encode, parts)))
+            waiting.append((places, _submit(pool, parts)))
             if len(waiting) > 2 * workers:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -88,12 +88,20 @@ def _encode_apart(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _submit(pool: ProcessPoolExecutor, parts: list[Part]) -> Future[list[Ids]]:
+    """Submitting starts the workers, which inherit the blocked signal: Ctrl-C is the parent's alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(_encode, parts)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _tokenizer: Tokenizer | None = None  # of a worker process
 
 
 def _start(tokenizer_directory: str) -> None:
     global _tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _tokenizer = Tokenizer.load(tokenizer_directory)

@@ -25,15 +25,15 @@ class StreamDecoder:
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; often "" in the middle of one."""
-        if token_id in self._skipped:
-            return ""
-        data = self._tokenizer.token_bytes(token_id)
+        return self.push_all((token_id,))
+
+    def push_all(self, ids: Iterable[int]) -> str:
+        """The same for several tokens at once."""
+        bytes_of, skipped = self._tokenizer.token_bytes, self._skipped
+        data = b"".join([bytes_of(token_id) for token_id in ids if token_id not in skipped])
         if self._strip and data:
             data, self._strip = data.removeprefix(b" "), False
         return self._utf8.decode(data)
-
-    def push_all(self, ids: Iterable[int]) -> str:
-        return "".join(map(self.push, ids))
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that never became whole."""
