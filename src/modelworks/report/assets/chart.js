@@ -167,16 +167,20 @@
           `<text class="tick" x="${anchor === "end" ? right : x.toFixed(1)}" y="${bottom + 17}" text-anchor="${anchor}">${formatX[xMode](v)}</text>`);
       }
       parts.push(`<line class="axis" x1="${MARGIN.left}" x2="${right}" y1="${bottom}" y2="${bottom}"/>`);
-      let above = -Infinity;
+      // Lines too close together for a name each share one, above the upper line.
+      let name = null;
       for (const reference of [...this.data.references].sort((a, b) => b.value - a.value)) {
         const y = this.y.at(reference.value);
         if (!Number.isFinite(y)) continue;
-        // Two lines close together: the lower one is named below itself.
-        const shift = y - above < 17 ? 14 : -5;
-        above = y;
-        parts.push(`<line class="reference" x1="${MARGIN.left}" x2="${right}" y1="${y.toFixed(1)}" y2="${y.toFixed(1)}"/>`,
-          `<text class="label" x="${right}" y="${(y + shift).toFixed(1)}" text-anchor="end">${escape(reference.label)} ${compact(reference.value)}</text>`);
+        parts.push(`<line class="reference" x1="${MARGIN.left}" x2="${right}" y1="${y.toFixed(1)}" y2="${y.toFixed(1)}"/>`);
+        const text = `${escape(reference.label)} ${reading(reference.value)}`;
+        if (name && y - name.y < 17) name.text += ` · ${text}`;
+        else {
+          if (name) parts.push(name.svg());
+          name = { y, text, svg() { return `<text class="label" x="${right}" y="${(this.y - 5).toFixed(1)}" text-anchor="end">${this.text}</text>`; } };
+        }
       }
+      if (name) parts.push(name.svg());
       for (const curve of this.data.curves) parts.push(this.path(curve));
       parts.push('<g class="cursor"></g>');
       this.svg.innerHTML = parts.join("");
