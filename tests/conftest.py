@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-WORDS = "the cat sat on a mat and then some dogs ran over it while birds sang near an old tree by the river".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "dogs", "ran", "over", "it", "while", "birds", "sang"]
 
 
 @pytest.fixture(scope="session")

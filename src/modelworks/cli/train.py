@@ -88,8 +88,7 @@ def _print_end(run: RunConfig, result: Result, report: Path, output: Output) -> 
 
 def _dry_run(run: RunConfig, output: Output) -> dict[str, Any]:
     """Everything that can be known without the data and without a step."""
-    from modelworks.train.derive import derive
-    from modelworks.train.job import measure, print_decisions
+    from modelworks.train import derive, measure, print_decisions
 
     derived = derive(run, measure(run, output.console))
     print_decisions(derived, output.console)

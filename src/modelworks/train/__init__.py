@@ -9,9 +9,12 @@ if TYPE_CHECKING:
     from modelworks.train.derive import Decision as Decision
     from modelworks.train.derive import Derived as Derived
     from modelworks.train.derive import derive as derive
+    from modelworks.train.evaluation.tasks import TaskRunner as TaskRunner
     from modelworks.train.evaluation.validation import TextScore as TextScore
     from modelworks.train.evaluation.validation import score_text as score_text
     from modelworks.train.job import Result as Result
+    from modelworks.train.job import measure as measure
+    from modelworks.train.job import print_decisions as print_decisions
     from modelworks.train.job import train as train
     from modelworks.train.loop import TrainingFailed as TrainingFailed
     from modelworks.train.loss import vocabulary_loss as vocabulary_loss
@@ -20,9 +23,12 @@ _HOME = {
     "Decision": "derive",
     "Derived": "derive",
     "Result": "job",
+    "TaskRunner": "evaluation.tasks",
     "TextScore": "evaluation.validation",
     "TrainingFailed": "loop",
     "derive": "derive",
+    "measure": "job",
+    "print_decisions": "job",
     "score_text": "evaluation.validation",
     "train": "job",
     "vocabulary_loss": "loss",

@@ -176,8 +176,8 @@ def _choose_micro_batch(config: RunConfig) -> tuple[int, str]:
     total, parameters = _predict(config, 1).total, count_parameters(config.model).total
     raise UserError(
         f"this model ({parameters:,} parameters) needs about {format_bytes(total)} to train on rows of {seq_len} "
-        f"tokens, and {format_bytes(free)} are free; make the model or data.seq_len smaller, set train.recompute to `full`, or "
-        f"set train.micro_batch to try nevertheless"
+        f"tokens, and {format_bytes(free)} are free; make the model or data.seq_len smaller, set train.recompute to "
+        f"`full`, or set train.micro_batch to try nevertheless"
     )
 
 

@@ -26,7 +26,7 @@ from modelworks.config import (
     training_flops_per_token,
 )
 from modelworks.data import TrainLoader, build_dataset, compression_baselines, validation_batches
-from modelworks.hardware import Machine, choose_threads, facts, measure_machine, peak_flops
+from modelworks.hardware import Machine, choose_threads, facts, fingerprint, measure_machine, peak_flops
 from modelworks.train import run_directory
 from modelworks.train.derive import Decision, Derived, derive
 from modelworks.train.evaluation.samples import choose_prompts
@@ -256,6 +256,7 @@ def _record_start(
 ) -> None:
     """What is known before the first step: decisions, predictions, baselines. Once a run, and again on resume."""
     step, config = state.step, derived.config
+    log.event(step, "environment", fingerprint(machine))
     for decision in derived.decisions:
         log.event(step, "decision", asdict(decision))
     if step:
