@@ -26,6 +26,7 @@ import psutil
 import torch
 from torch.nn.functional import linear
 
+from modelworks import __version__
 from modelworks.hardware.machine import Accelerator, MachineFacts, facts
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -122,6 +123,7 @@ def fingerprint(machine: Machine | None = None) -> dict[str, Any]:
     """What a measured figure depends on, for the JSON of a benchmark's results."""
     found = machine.facts if machine else facts(accelerator=True)
     values: dict[str, Any] = {
+        "modelworks": __version__,
         "cpu": found.cpu,
         "cores": found.cores,
         "memory_bytes": found.memory,
