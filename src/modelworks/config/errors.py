@@ -81,3 +81,4 @@ def show_value(value: object) -> str:
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 _SHORT.maxlong = 40
+_SHORT.maxlevel = 2  # nested lists are shortened at each level, which alone still multiplies
