@@ -210,6 +210,6 @@ def _bar(say: Console, description: str, total: int) -> Iterator[Callable[[int],
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     ]
-    with Progress(*columns, console=say, transient=True) as bars:
+    with Progress(*columns, console=say, transient=True, disable=not say.is_terminal) as bars:
         task = bars.add_task(description, total=total)
         yield lambda size: bars.advance(task, size)
