@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import modelworks.data.build as build_module
-from modelworks.config import DataConfig, SourceConfig, UserError
+from modelworks.config import DataConfig, Duration, SourceConfig, UserError
 from modelworks.data import Dataset, Tokenizer, build_dataset, open_dataset
 from modelworks.data.split import split_of
 
@@ -60,6 +60,7 @@ def test_an_unchanged_build_is_reused_and_says_so(
     assert "built" in capsys.readouterr().err
     monkeypatch.setattr(build_module, "_fill", None)  # building again would fail
     others = {"seq_len": 8, "packing": "across", "shuffle": False, "workers": 2}
+    others["validation"] = Duration(10, "percent")  # the same share as 10%
     again = build_dataset(data_config(**others), progress=True)
     assert again.reused
     assert again.directory == first.directory
@@ -333,3 +334,19 @@ def test_a_single_line_of_50_mb_takes_bounded_time_and_memory(data_config: Confi
     kibibytes = int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     assert time.monotonic() - started < 120
     assert kibibytes < 1_500_000
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(
+    data_config: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"data.cache: .*file.* cannot be written"):
+        build_dataset(data_config(cache=str(tmp_path / "file" / "cache")), progress=False)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("modelworks.data.shards.os.fsync", full)
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
+        build_dataset(data_config(), progress=False)
+    assert [p for p in (tmp_path / "cache" / "datasets").iterdir() if not p.name.startswith(".lock")] == []

@@ -45,6 +45,11 @@ def build_dataset(config: DataConfig, *, progress: bool = True) -> Dataset:
     root = Path(config.cache).expanduser() / "datasets"
     corpus = _corpus(config)
     loaded = Tokenizer.load(config.tokenizer) if isinstance(config.tokenizer, str) else None
+    with _writing(root):
+        return _found_or_built(root, config, corpus, loaded, say)
+
+
+def _found_or_built(root: Path, config: DataConfig, corpus: Corpus, loaded: Tokenizer | None, say: Console) -> Dataset:
     identity = _identity(config, corpus, loaded, ContentHashes(root.parent / "content-hashes.json"))
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
     final = root / key
@@ -83,7 +88,7 @@ def _identity(config: DataConfig, corpus: Corpus, loaded: Tokenizer | None, hash
         "format_version": FORMAT_VERSION,
         "sources": sources,
         "tokenizer": loaded.fingerprint() if loaded else tokenizer.model_dump(mode="json"),  # type: ignore[union-attr]
-        "validation": config.validation.value,
+        "validation": float(config.validation.value),  # 1 and 1.0 are one share
     }
 
 
@@ -198,6 +203,15 @@ def _say_scans(say: Console, corpus: Corpus, scans: list[SourceScan]) -> None:
 def _summary(dataset: Dataset) -> str:
     train, validation = format_count(dataset.train_tokens), format_count(dataset.validation_tokens)
     return f"{train} training and {validation} validation tokens, vocabulary {dataset.vocab_size}"
+
+
+@contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """A full disk, a directory without permission. Failures of reading were made the user's line where they arose."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"data.cache: {error.filename or root} cannot be written ({error.strerror or error})") from None
 
 
 @contextmanager
