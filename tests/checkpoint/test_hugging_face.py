@@ -237,6 +237,7 @@ def test_destinations(llama: Path, tmp_path: Path) -> None:
 def test_a_failed_conversion_leaves_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from modelworks.models import NameEntry
 
+    (tmp_path / ".tmp-own-0badc0de").mkdir()  # left by a killed conversion to the same place: swept away
     convert(str(llama), tmp_path / "own", "modelworks")
     original = NameEntry.to_theirs
 

@@ -6,11 +6,14 @@ is written under a temporary name and renamed, so a failed one leaves nothing at
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,6 +29,7 @@ from modelworks.checkpoint.loading import build_model, open_model
 from modelworks.checkpoint.locate import Notify
 from modelworks.checkpoint.manifest import MANIFEST
 from modelworks.checkpoint.names import TEMPORARY
+from modelworks.checkpoint.retention import in_use
 from modelworks.checkpoint.write import MAX_SHARD_BYTES, LazyTensor, write_model
 from modelworks.config import ModelConfig
 from modelworks.models import CausalContext
@@ -71,21 +75,36 @@ def convert(
         source = replace(source, tensors={name: _cast(tensor, dtype) for name, tensor in source.tensors.items()})
     total = sum(volume_bytes(tensor.shape, tensor.dtype) for tensor in source.tensors.values())
     counted = source if progress is None else replace(source, tensors=_counting(source.tensors, total, progress))
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = destination.with_name(f"{TEMPORARY}{destination.name}-{secrets.token_hex(4)}")
-    try:
+    with _workplace(destination) as workplace:
+        written = workplace / destination.name
         if to == "hf":
-            export_hugging_face(counted, temporary, max_shard_bytes=max_shard_bytes)
+            export_hugging_face(counted, written, max_shard_bytes=max_shard_bytes)
         else:
-            _write_own(counted, temporary, max_shard_bytes)
-        difference = _check_logits(source, temporary, to)
+            _write_own(counted, written, max_shard_bytes)
+        difference = _check_logits(source, written, to)
         if destination.exists():
             shutil.rmtree(destination)
-        os.rename(temporary, destination)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        os.rename(written, destination)
     return Conversion(source.origin, destination, to, len(source.tensors), total, difference)
+
+
+@contextmanager
+def _workplace(destination: Path) -> Iterator[Path]:
+    """A locked temporary directory beside the destination; those that killed conversions to it left are removed."""
+    parent, prefix = destination.parent, f"{TEMPORARY}{destination.name}-"
+    parent.mkdir(parents=True, exist_ok=True)
+    for path in parent.glob(f"{glob.escape(prefix)}*"):
+        if path.is_dir() and not in_use(path):
+            shutil.rmtree(path)
+    workplace = parent / f"{prefix}{secrets.token_hex(4)}"
+    workplace.mkdir()
+    lock = os.open(workplace, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield workplace
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
+        os.close(lock)
 
 
 def _write_own(source: ModelSource, path: Path, max_shard_bytes: int) -> None:

@@ -95,11 +95,11 @@ def clean_leftovers(directory: Path) -> None:
     for path in directory.glob(f"{REMOVED}step-*"):
         shutil.rmtree(path)
     for path in directory.glob(f"{TEMPORARY}*"):
-        if not _in_use(path):
+        if not in_use(path):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _in_use(path: Path) -> bool:
+def in_use(path: Path) -> bool:
     """Whether a living writer holds its lock; a file system without locks counts as in use, to be safe."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
