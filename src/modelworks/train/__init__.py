@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from modelworks.train.derive import Decision as Decision
-    from modelworks.train.derive import Derived as Derived
-    from modelworks.train.derive import derive as derive
+    from modelworks.train.derivation import Decision as Decision
+    from modelworks.train.derivation import Derived as Derived
+    from modelworks.train.derivation import derive as derive
     from modelworks.train.evaluation.tasks import TaskRunner as TaskRunner
     from modelworks.train.evaluation.validation import TextScore as TextScore
     from modelworks.train.evaluation.validation import score_text as score_text
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from modelworks.train.loss import vocabulary_loss as vocabulary_loss
 
 _HOME = {
-    "Decision": "derive",
-    "Derived": "derive",
+    "Decision": "derivation",
+    "Derived": "derivation",
     "Result": "job",
     "TaskRunner": "evaluation.tasks",
     "TextScore": "evaluation.validation",
     "TrainingFailed": "loop",
-    "derive": "derive",
+    "derive": "derivation",
     "measure": "job",
     "print_decisions": "job",
     "score_text": "evaluation.validation",

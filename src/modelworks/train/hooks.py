@@ -10,7 +10,7 @@ from pathlib import Path
 from modelworks.checkpoint import retain
 from modelworks.config import format_count
 from modelworks.data import Dataset, ScoredText, TrainLoader
-from modelworks.train.derive import Derived
+from modelworks.train.derivation import Derived
 from modelworks.train.evaluation.samples import sample_texts
 from modelworks.train.evaluation.validation import TextScore, score_text
 from modelworks.train.loop import StepDone

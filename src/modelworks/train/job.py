@@ -28,7 +28,7 @@ from modelworks.config import (
 from modelworks.data import TrainLoader, build_dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine, choose_threads, facts, fingerprint, measure_machine, peak_flops
 from modelworks.train import run_directory
-from modelworks.train.derive import Decision, Derived, derive
+from modelworks.train.derivation import Decision, Derived, derive
 from modelworks.train.evaluation.samples import choose_prompts
 from modelworks.train.hooks import Checkpoints, Questions, Recording, Validation, describe_speed
 from modelworks.train.loop import Hook, TrainingFailed, run_steps

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from modelworks.data.batch import Batch
-from modelworks.train.derive import Derived
+from modelworks.train.derivation import Derived
 from modelworks.train.state import TrainState
 from modelworks.train.step import NonFiniteStep, StepResult, train_step
 from modelworks.train.stopping import StopRequest

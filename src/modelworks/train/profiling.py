@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from modelworks.train.derive import Derived
+from modelworks.train.derivation import Derived
 from modelworks.train.loop import StepDone
 from modelworks.train.state import TrainState
 

@@ -10,7 +10,7 @@ from modelworks.data import Dataset, Tokenizer
 from modelworks.hardware import compiler
 from modelworks.models import Transformer, initialize
 from modelworks.optim import build_optimizer
-from modelworks.train.derive import Derived
+from modelworks.train.derivation import Derived
 from modelworks.train.precision import LossScaler, default_dtype
 from modelworks.train.state import TrainState
 

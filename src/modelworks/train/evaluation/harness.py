@@ -92,7 +92,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         rows = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
         counts = [len(continuation) for _, _, continuation in requests]
         if max(counts, default=0) > self.max_length:
-            raise UserError(f"an answer has {max(counts)} tokens, longer than the {self.max_length} tokens of the model")
+            raise UserError(
+                f"an answer has {max(counts)} tokens, longer than the {self.max_length} tokens of the model"
+            )
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         training = self.model.training
         self.model.eval()

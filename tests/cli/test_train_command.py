@@ -1,0 +1,123 @@
+"""`modelworks train` and `modelworks eval` as a user meets them: exit codes, the JSON line, one-line errors."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelworks.cli.main import main
+from modelworks.config import dump_yaml
+from modelworks.train import job, loop, state
+
+
+@pytest.fixture
+def config_file(tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration in the current directory of a machine that need not be measured."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job, "measure_machine", lambda **_: tiny_machine)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(tiny_config("train.duration=4 steps")))
+    return path
+
+
+def last_json(text: str) -> dict[str, Any]:
+    return dict(json.loads(text.strip().splitlines()[-1]))
+
+
+def test_train_prints_one_object_and_writes_a_report(
+    config_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["train", str(config_file), "--json"]) == 0
+    values = last_json(capsys.readouterr().out)
+    wanted = "steps tokens train_loss val_loss val_bits_per_byte tokens_per_second mfu seconds checkpoint report"
+    assert set(wanted.split()) <= set(values)
+    assert values["steps"] == 4
+    assert Path(values["report"]).is_file()
+    assert Path(values["checkpoint"]).is_dir()
+    assert json.loads(Path("runs/tiny/summary.json").read_text())["steps"] == 4
+
+    assert main(["train", str(config_file)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert main(["train", str(config_file), "train.duration=5 steps", "--resume", "--json"]) == 0
+    assert last_json(capsys.readouterr().out)["steps"] == 5
+
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on a mat and then dogs ran over it.\n")
+    assert main(["eval", "tiny", "--data", str(text), "--json"]) == 0
+    values = last_json(capsys.readouterr().out)
+    assert values["bytes"] == 48
+    assert 0 < values["bits_per_byte"] < 10
+
+
+def test_a_dry_run_counts_and_leaves_nothing(
+    config_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["train", str(config_file), "--dry-run", "--json"]) == 0
+    values = last_json(capsys.readouterr().out)
+    assert values["steps"] == 4
+    assert values["parameters"] == sum(values["parameters_by_component"].values())
+    assert values["memory"]["total"] > 0
+    assert not (tmp_path / "runs").exists()
+    assert main(["train", str(config_file), "train.duration=1 epochs", "--dry-run"]) == 2
+    assert "once the data is built" in capsys.readouterr().err
+
+
+def test_a_signal_exits_with_75_and_says_how_to_go_on(
+    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.train_step
+
+    def step(*arguments: Any, step: int, **rest: Any) -> Any:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, step=step, **rest)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    assert main(["train", str(config_file), "train.duration=3 steps"]) == 75
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert line.startswith("stopped by SIGTERM at step 2, saved runs/tiny/checkpoints/step-00000002; go on with: ")
+    assert line.endswith(f"modelworks train {config_file} 'train.duration=3 steps' --resume")
+
+
+def test_a_run_whose_last_save_failed_is_a_failure(
+    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(state, "write_checkpoint", full)
+    assert main(["train", str(config_file)]) == 1
+    assert "the last checkpoint could not be written" in capsys.readouterr().out
+
+
+def test_a_diverged_run_is_a_failure_without_a_traceback(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config_file), "optimizer.lr=1e38", "schedule.warmup=0 steps"]) == 1
+    captured = capsys.readouterr()
+    assert "nothing was updated" in captured.err
+    assert "Traceback" not in captured.err + captured.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "absent", "--data", "x.txt"], "absent"),
+        (["eval", "absent"], "nothing to measure: give --data FILE or --tasks NAME"),
+        (["eval", "absent", "--data", "x.txt", "--limit", "3"], "--limit belong to --tasks"),
+        (["train", "absent.yaml"], "absent.yaml: no such file"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors
