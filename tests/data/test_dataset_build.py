@@ -18,7 +18,9 @@ import pytest
 import modelworks.data.build as build_module
 from modelworks.config import DataConfig, Duration, SourceConfig, UserError
 from modelworks.data import Dataset, Tokenizer, build_dataset, open_dataset
+from modelworks.data.documents import Document
 from modelworks.data.split import split_of
+from modelworks.data.workers import tokenised
 
 Configs = Callable[..., DataConfig]
 
@@ -350,3 +352,14 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
         build_dataset(data_config(), progress=False)
     assert [p for p in (tmp_path / "cache" / "datasets").iterdir() if not p.name.startswith(".lock")] == []
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_one_line(data_config: Configs) -> None:
+    directory = build_dataset(data_config(), progress=False).tokenizer_directory
+    documents = (Document("s", str(number), "some words " * 20_000) for number in range(10_000))
+    results = tokenised(documents, directory, 2)
+    next(results)
+    os.kill(children(os.getpid())[-1], signal.SIGKILL)
+    with pytest.raises(UserError, match=r"process that tokenises died.*lower data.workers"):
+        list(results)

@@ -124,6 +124,8 @@ def test_transformers_reads_what_is_saved(tokenizer: Tokenizer, tmp_path: Path) 
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in [*TEXTS, " lead", "x  ", "a<|endoftext|>b", ""]:
         assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text)
+        if text:  # its own rule puts the start first, as a prompt of ours does
+            assert theirs(text)["input_ids"] == tokenizer.encode_prompt(text)
         ids = tokenizer.encode(text)
         assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
     assert (theirs.eos_token_id, theirs.bos_token_id) == (tokenizer.eos_id, tokenizer.bos_id)

@@ -14,12 +14,14 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from modelworks.config import UserError
 from modelworks.data.documents import Document
 from modelworks.data.tokenizers.pieces import GROUP, Part, document_parts
 from modelworks.data.tokenizers.tokenizer import Tokenizer
@@ -84,6 +86,11 @@ def _encode_apart(
         while waiting:
             first, future = waiting.popleft()
             yield first, future.result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a process that tokenises died, most likely for want of memory: lower data.workers "
+            "(in a script of your own, build under `if __name__ == '__main__':`)"
+        ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -23,7 +23,7 @@ from modelworks.data.tokenizers.sentencepiece_model import (
     add_special_tokens,
     piece_backend,
 )
-from modelworks.data.tokenizers.tokenizer import Tokenizer
+from modelworks.data.tokenizers.tokenizer import Tokenizer, put_bos_first
 
 _PREFIX = "tokenizer.ggml."
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -62,13 +62,16 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     ends = [place for place, piece in enumerate(pieces) if piece.type == CONTROL and piece.text in _ENDS]
     turn_end = fields.get(_PREFIX + "eot_token_id")
     bos_id, pad_id = fields.get(_PREFIX + "bos_token_id"), fields.get(_PREFIX + "padding_token_id")
+    add_bos = bos_id is not None and bool(fields.get(_PREFIX + "add_bos_token", kind == "llama"))
+    if add_bos:
+        put_bos_first(backend, int(bos_id))  # type: ignore[arg-type]
     return Tokenizer(
         backend,
         bos_id=None if bos_id is None else int(bos_id),
         eos_id=eos_id,
         eos_ids=[*([] if turn_end is None else [int(turn_end)]), *ends],
         pad_id=None if pad_id is None else int(pad_id),
-        add_bos=bool(fields.get(_PREFIX + "add_bos_token", kind == "llama")),
+        add_bos=add_bos,
         chat_template=fields.get("tokenizer.chat_template"),
     )
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
 from modelworks.config import UserError
-from modelworks.data.tokenizers.tokenizer import Tokenizer
+from modelworks.data.tokenizers.tokenizer import Tokenizer, put_bos_first
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # piece types, the same numbers in GGUF
 
@@ -68,6 +68,8 @@ def tokenizer_from_sentencepiece(path: Path) -> Tokenizer:
     if eos is None:
         raise UserError(f"{path}: the vocabulary has no end-of-sentence piece, which documents must end with")
     backend = piece_backend(pieces, rules, where=str(path))
+    if bos is not None:
+        put_bos_first(backend, bos)
     return Tokenizer(backend, bos_id=bos, eos_id=eos, pad_id=pad, add_bos=bos is not None)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 from modelworks.config import UserError
 from modelworks.data.tokenizers.pieces import PIECE, Part, document_parts, grouped, pieces
@@ -186,6 +187,14 @@ class Tokenizer:
             backend.encode_special_tokens = not parse_special
             self._variants[key] = backend
         return self._variants[key]
+
+
+def put_bos_first(backend: Any, token_id: int) -> None:
+    """Write the rule into the backend, for other readers of its `tokenizer.json`; `encode` here never follows it."""
+    token = backend.id_to_token(token_id)
+    backend.post_processor = TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, token_id)]
+    )
 
 
 class TokenBytes:

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from modelworks.config import UserError
 from modelworks.config.run import TokenizerTraining
 from modelworks.data.tokenizers.pieces import training_pieces
-from modelworks.data.tokenizers.tokenizer import Tokenizer
+from modelworks.data.tokenizers.tokenizer import Tokenizer, put_bos_first
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -57,6 +57,7 @@ def train_tokenizer(texts: Iterable[str], training: TokenizerTraining) -> Tokeni
         backend = _settled(backend)
     end = backend.token_to_id(END_OF_TEXT)
     assert end is not None
+    put_bos_first(backend, end)
     return Tokenizer(backend, bos_id=end, eos_id=end, add_bos=True)
 
 
