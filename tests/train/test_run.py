@@ -282,6 +282,7 @@ def test_other_precisions_resume_exactly_too(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about its own doings
 def test_compiled_blocks_train_to_the_same_losses(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
     train(tiny_config(), tmp_path / "plain", machine=tiny_machine)
     train(tiny_config("train.compile=true"), tmp_path / "compiled", machine=tiny_machine)

@@ -106,6 +106,10 @@ def train(
         run_directory.write_config(run_dir, derived.config)
         log = RunLog(run_dir, first_step=state.step)
         print_decisions(derived, console)
+        if machine.disturbed:
+            busy = "other programs were busy while this machine was measured: utilisation (MFU) reads too high"
+            console.print(f"warning: {busy}", markup=False)
+            log.event(state.step, "warning", busy)
         for text in [*([remark] if remark else []), *(f"changed on resume: {change}" for change in changes)]:
             console.print(text, markup=False)
         terminal = Terminal(console, total_steps=derived.total_steps, log_every=config.train.log_every)
