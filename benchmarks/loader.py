@@ -14,8 +14,8 @@ import time
 from itertools import islice
 
 import numpy as np
-from benchmarks._results import write_results
 
+from benchmarks._results import write_results
 from modelworks.config import DataConfig
 from modelworks.data import TrainLoader, build_dataset
 

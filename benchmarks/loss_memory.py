@@ -1,6 +1,6 @@
 """Peak memory of the vocabulary loss: chunked, against logits computed whole.
 
-    python benchmarks/loss_memory.py
+    python -m benchmarks.loss_memory
 
 Each case runs in a process of its own; the figure is the growth of its peak resident memory over the inputs
 (hidden states, head and their gradients included in the growth). Writes results/loss_memory.json.
@@ -18,14 +18,23 @@ PRECISIONS = ["fp32", "bf16"]
 
 
 def main() -> None:
-    from _results import write_results
+    from benchmarks._results import write_results
 
     rows = []
     for tokens, width, vocabulary in CASES:
         for precision in PRECISIONS:
             figures = {}
             for kind in ("chunked", "whole"):
-                command = [sys.executable, __file__, kind, str(tokens), str(width), str(vocabulary), precision]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.loss_memory",
+                    kind,
+                    str(tokens),
+                    str(width),
+                    str(vocabulary),
+                    precision,
+                ]
                 peak, seconds = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
                 figures[kind] = {"peak_bytes": int(peak), "seconds": float(seconds)}
             ratio = figures["whole"]["peak_bytes"] / figures["chunked"]["peak_bytes"]

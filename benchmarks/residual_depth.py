@@ -1,7 +1,7 @@
 """Why residual connections: gradients at initialisation and loss after training, with and without, by depth.
 
-    python benchmarks/residual_depth.py            # measures, writes results/residual_depth.json and the plot
-    python benchmarks/residual_depth.py --plot     # draws the plot again from the written results
+    python -m benchmarks.residual_depth            # measures, writes results/residual_depth.json and the plot
+    python -m benchmarks.residual_depth --plot     # draws the plot again from the written results
 
 The same small byte-level model is trained on the Python standard library's own source text at depths 4 to 64, once
 with `residual: true` and once with `residual: false`; nothing else differs, the initial weights included.
@@ -22,7 +22,7 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn import functional as F
 
-from _results import DIRECTORY, write_results
+from benchmarks._results import DIRECTORY, write_results
 from modelworks.config import ModelConfig
 from modelworks.models import CausalContext, Transformer, initialize
 

@@ -102,7 +102,7 @@ def _load(name: str, task_path: Path | None) -> Any:
     # Before lm-eval and datasets are imported: neither may reach for the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    import datasets  # type: ignore[import-untyped]
+    import datasets
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml
