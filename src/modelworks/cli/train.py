@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,7 +62,7 @@ def command(
         write_error(str(error), FAILED, json=json)
         raise typer.Exit(FAILED) from None
     report = write_report(run_dir)
-    again = " ".join(["modelworks train", str(config), *_quoted(overrides or []), *_runs_option(runs_dir), "--resume"])
+    again = " ".join([_program(), "train", str(config), *_quoted(overrides or []), *_runs_option(runs_dir), "--resume"])
     output.result({**_values(result), "report": str(report)})
     if result.stopped_by and not result.last_save_failed:
         output.print(
@@ -67,23 +72,25 @@ def command(
     if result.last_save_failed:
         output.print(f"the last checkpoint could not be written; the newest good one is {result.checkpoint}")
         raise typer.Exit(FAILED)
-    _print_end(run, result, report, output)
+    _print_end(run, result, report, runs_dir, output)
 
 
 def _values(result: Result) -> dict[str, Any]:
     return asdict(result)
 
 
-def _print_end(run: RunConfig, result: Result, report: Path, output: Output) -> None:
+def _print_end(run: RunConfig, result: Result, report: Path, runs_dir: Path, output: Output) -> None:
     """What a newcomer wants to know at the end, and what to do next."""
     if result.val_bits_per_byte is not None:
         others = ", ".join(f"{name} {value:.3f}" for name, value in result.baselines.items())
         output.print(
             f"validation: {result.val_bits_per_byte:.3f} bits per byte (compressors on the same text: {others})"
         )
+    if result.sample:
+        output.print(f"a sample:\n\n{indent(result.sample['prompt'] + result.sample['text'].rstrip(), '    ')}\n")
     output.print(f"checkpoint: {result.checkpoint}")
     output.print(f"report:     {report}")
-    output.print(f"go on with: modelworks generate {run.name} --prompt 'def '")
+    output.print(f"go on with: {_program()} generate {_model_name(run, runs_dir)} --prompt 'def '")
 
 
 def _dry_run(run: RunConfig, output: Output) -> dict[str, Any]:
@@ -111,9 +118,16 @@ def _dry_run(run: RunConfig, output: Output) -> dict[str, Any]:
     }
 
 
-def _quoted(overrides: list[str]) -> list[str]:
-    import shlex
+def _program() -> str:
+    """How this program was called, where its bare name would not find it: in a virtual environment not activated."""
+    return "modelworks" if shutil.which("modelworks") else os.path.relpath(sys.argv[0])
 
+
+def _model_name(run: RunConfig, runs_dir: Path) -> str:
+    return run.name if runs_dir == Path("runs") else str(runs_dir / run.name)
+
+
+def _quoted(overrides: list[str]) -> list[str]:
     return [shlex.quote(text) for text in overrides]
 
 

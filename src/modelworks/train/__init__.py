@@ -6,29 +6,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from modelworks.train.beginning import print_decisions as print_decisions
     from modelworks.train.derivation import Decision as Decision
     from modelworks.train.derivation import Derived as Derived
     from modelworks.train.derivation import derive as derive
     from modelworks.train.evaluation.tasks import TaskRunner as TaskRunner
     from modelworks.train.evaluation.validation import TextScore as TextScore
     from modelworks.train.evaluation.validation import score_text as score_text
-    from modelworks.train.job import Result as Result
     from modelworks.train.job import measure as measure
-    from modelworks.train.job import print_decisions as print_decisions
     from modelworks.train.job import train as train
     from modelworks.train.loop import TrainingFailed as TrainingFailed
     from modelworks.train.loss import vocabulary_loss as vocabulary_loss
+    from modelworks.train.result import Result as Result
 
 _HOME = {
     "Decision": "derivation",
     "Derived": "derivation",
-    "Result": "job",
+    "Result": "result",
     "TaskRunner": "evaluation.tasks",
     "TextScore": "evaluation.validation",
     "TrainingFailed": "loop",
     "derive": "derivation",
     "measure": "job",
-    "print_decisions": "job",
+    "print_decisions": "beginning",
     "score_text": "evaluation.validation",
     "train": "job",
     "vocabulary_loss": "loss",

@@ -66,6 +66,7 @@ class Validation:
     loader: TrainLoader
     prompts: list[str]
     latest: TextScore | None = None
+    samples: list[tuple[str, str]] = field(default_factory=list)  # (prompt, text) of the latest evaluation
 
     def after_step(self, state: TrainState, done: StepDone) -> None:
         if done.last or (done.step % self.derived.evaluate_every == 0 and not done.stopping):
@@ -88,8 +89,9 @@ class Validation:
             f"{score.bits_per_byte:.4f} bits per byte"
         )
         with self.derived.precision.autocast(self.derived.device):
-            texts = sample_texts(state.model, self.dataset.tokenizer, self.prompts, seed=self.derived.config.seed)
-            for prompt, text in texts:
+            seed = self.derived.config.seed
+            self.samples = list(sample_texts(state.model, self.dataset.tokenizer, self.prompts, seed=seed))
+            for prompt, text in self.samples:
                 self.log.event(state.step, "sample", {"prompt": prompt, "text": text})
                 self.terminal.say(f"  sample: {prompt!r} -> {text!r}")
 

@@ -7,60 +7,30 @@ resumed run may change) is checked before the first step, and nothing of an earl
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
-from modelworks.config import (
-    RunConfig,
-    UserError,
-    count_parameters,
-    format_bytes,
-    format_count,
-    resume_differences,
-    training_flops_per_token,
-)
+from modelworks.config import RunConfig, UserError, resume_differences, training_flops_per_token
 from modelworks.data import TrainLoader, build_dataset, compression_baselines, validation_batches
-from modelworks.hardware import Machine, choose_threads, facts, fingerprint, measure_machine, peak_flops
+from modelworks.hardware import Machine, choose_threads, facts, measure_machine, peak_flops
 from modelworks.train import run_directory
-from modelworks.train.derivation import Decision, Derived, derive
+from modelworks.train.beginning import compute_name, print_decisions, record_start
+from modelworks.train.derivation import Derived, derive
 from modelworks.train.evaluation.samples import choose_prompts
 from modelworks.train.hooks import Checkpoints, Questions, Recording, Validation, describe_speed
 from modelworks.train.loop import Hook, TrainingFailed, run_steps
 from modelworks.train.profiling import Profile
 from modelworks.train.recording import MemoryMeter, RunLog
+from modelworks.train.result import Result, build_result
 from modelworks.train.start import build_state, check_vocabulary
 from modelworks.train.state import TrainState
 from modelworks.train.stopping import stop_on_signals
 from modelworks.train.terminal import Terminal
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended. losses in nats per token, of the last step and the last evaluation; mfu and
-    tokens_per_second are medians over this process's steps. stopped_by: the signal's name, None for a run that
-    reached its end. last_save_failed: the newest state is not on disk."""
-
-    steps: int
-    tokens: int
-    train_loss: float | None
-    val_loss: float | None
-    val_perplexity: float | None
-    val_bits_per_byte: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-    seconds: float
-    checkpoint: str | None
-    baselines: dict[str, float]
-    parameters: int
-    peak_memory: int
-    stopped_by: str | None = None
-    last_save_failed: bool = False
 
 
 def train(
@@ -119,7 +89,7 @@ def train(
             memory,
             loader.tokens_per_step,
             training_flops_per_token(config.model, config.data.seq_len).training,
-            peak_flops(machine, _compute_name(derived)).flops,
+            peak_flops(machine, compute_name(derived)).flops,
         )
         validation = Validation(
             log,
@@ -146,7 +116,7 @@ def train(
             latest=checkpoint.path if checkpoint else None,
         )
         baselines = {name: row.best for name, row in compression_baselines(dataset, progress=not console.quiet).items()}
-        _record_start(log, state, derived, baselines, machine)
+        record_start(log, state, derived, baselines, machine)
         hooks: list[Hook] = [recording, validation]
         if questions:
             hooks.append(Questions(log, terminal, derived.tasks_every, questions))
@@ -166,7 +136,7 @@ def train(
                 checkpoints.save(state)
             if profiling.table:
                 console.print(profiling.table, markup=False)
-            result = _result(
+            result = build_result(
                 state, derived, loader, recording, validation, checkpoints, baselines, started, stop.signal
             )
             log.figure(state.step, "memory/training_peak", memory.peak() - memory.at_reset, "bytes")
@@ -190,27 +160,6 @@ def measure(config: RunConfig, console: Console) -> Machine:
     return measure_machine(
         device=device, progress=lambda what: console.print(f"measuring this machine: {what}", markup=False)
     )
-
-
-def print_decisions(derived: Derived, console: Console) -> None:
-    """The table of everything that was not written in the configuration, with the reasons."""
-    table = Table("derived", "value", "reason", box=None, pad_edge=False)
-    for decision in (*derived.decisions, *_sizes(derived)):
-        table.add_row(decision.key, decision.value, decision.reason)
-    console.print(table)
-
-
-def _sizes(derived: Derived) -> list[Decision]:
-    config = derived.config
-    count = count_parameters(config.model)
-    flops = training_flops_per_token(config.model, config.data.seq_len).training
-    memory = derived.memory
-    parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in asdict(memory).items())
-    return [
-        Decision("parameters", format_count(count.total), f"{count.non_embedding:,} without embeddings and head"),
-        Decision("FLOPs per token", format_count(flops), "training: 3 x the forward pass, attention counted causally"),
-        Decision("memory", format_bytes(memory.total), parts),
-    ]
 
 
 def _find_checkpoint(run_dir: Path, console: Console) -> Checkpoint | None:
@@ -249,65 +198,3 @@ def _questions(derived: Derived, tokenizer: Any) -> Any:
             f"{', '.join(known)}"
         )
     return run
-
-
-def _compute_name(derived: Derived) -> Any:
-    return {"fp32": "fp32", "fp16": "fp16"}.get(derived.precision.name, "bf16")
-
-
-def _record_start(
-    log: RunLog, state: TrainState, derived: Derived, baselines: dict[str, float], machine: Machine
-) -> None:
-    """What is known before the first step: decisions, predictions, baselines. Once a run, and again on resume."""
-    step, config = state.step, derived.config
-    log.event(step, "environment", fingerprint(machine))
-    for decision in derived.decisions:
-        log.event(step, "decision", asdict(decision))
-    if step:
-        log.event(step, "resume", f"resumed at step {step}")
-        return
-    flops = training_flops_per_token(config.model, config.data.seq_len)
-    peak = peak_flops(machine, _compute_name(derived))
-    log.figure(0, "predicted/parameters", count_parameters(config.model).total, "parameters", kind="predicted")
-    log.figure(0, "model/parameters", sum(p.numel() for p in state.model.parameters()), "parameters")
-    log.figure(0, "predicted/flops_per_token", flops.training, "FLOP/token", kind="predicted")
-    log.figure(0, "machine/peak_flops", peak.flops, "FLOP/s")
-    log.event(0, "decision", {"key": "MFU denominator", "value": f"{peak.flops:.4g} FLOP/s", "reason": peak.source})
-    for name, value in {**asdict(derived.memory), "total": derived.memory.total}.items():
-        log.figure(0, f"predicted/memory_{name}", value, "bytes", kind="predicted")
-    for name, value in baselines.items():
-        log.figure(0, f"baseline/{name}_bits_per_byte", value, "bits/byte")
-
-
-def _result(
-    state: TrainState,
-    derived: Derived,
-    loader: TrainLoader,
-    recording: Recording,
-    validation: Validation,
-    checkpoints: Checkpoints,
-    baselines: dict[str, float],
-    started: float,
-    signal: Any,
-) -> Result:
-    speeds = sorted(recording.speeds)
-    speed = speeds[len(speeds) // 2] if speeds else None
-    score = validation.latest
-    metrics = state.metrics  # of the checkpoint, where a finished run was resumed and nothing was left to do
-    return Result(
-        steps=state.step,
-        tokens=state.step * loader.tokens_per_step,
-        train_loss=recording.losses[-1] if recording.losses else None,
-        val_loss=score.loss if score else metrics.get("val_loss"),
-        val_perplexity=score.perplexity if score else metrics.get("val_perplexity"),
-        val_bits_per_byte=score.bits_per_byte if score else metrics.get("val_bits_per_byte"),
-        tokens_per_second=speed,
-        mfu=None if speed is None else recording.mfu(speed),
-        seconds=time.monotonic() - started,
-        checkpoint=str(checkpoints.latest) if checkpoints.latest else None,
-        baselines=baselines,
-        parameters=count_parameters(derived.config.model).total,
-        peak_memory=recording.memory.peak(),
-        stopped_by=None if signal is None else signal.name,
-        last_save_failed=checkpoints.failed,
-    )
