@@ -50,18 +50,24 @@ def test_equals_torch(p: float) -> None:
 
 @given(cut=st.integers(0, 23), p=st.sampled_from([1.0, 2.0, 3.5, math.inf]))
 def test_shards_with_a_reduction_equal_the_whole(cut: int, p: float) -> None:
-    """Two holders of parts of every tensor, each combining its own share with the other's."""
+    """Two holders of parts of every tensor; what comes back from a reduction is the sum or maximum over both."""
     whole = make_gradients()
     vector = flat(whole)
     expected = clip_gradients(whole, 0.5, p)
     shards = [vector[:cut].clone(), vector[cut:].clone()]
-    contributions: list[Tensor] = []
-    for shard in shards:  # first pass: what each would contribute
-        clip_gradients({"shard": shard}, None, p, lambda value, how: contributions.append(value) or value)
-    assert len(contributions) == 2
+    shares: list[Tensor] = []
+
+    def note(value: Tensor, how: str) -> Tensor:
+        if how == "max":
+            return vector.abs().max()
+        shares.append(value)
+        return value
+
+    for shard in shards:  # first pass: what each contributes
+        clip_gradients({"shard": shard}, None, p, note)
 
     def reduce(value: Tensor, how: str) -> Tensor:
-        return torch.stack(contributions).sum() if how == "sum" else torch.stack(contributions).max()
+        return vector.abs().max() if how == "max" else torch.stack(shares).sum()
 
     for shard in shards:
         assert clip_gradients({"shard": shard}, 0.5, p, reduce) == pytest.approx(expected, rel=1e-12)
@@ -83,6 +89,12 @@ def test_large_finite_gradients_are_not_taken_for_infinite(dtype: torch.dtype) -
     gradients = {"a": torch.full((4,), 1e30, dtype=dtype)}
     assert clip_gradients(gradients, 1.0) == pytest.approx(2e30, rel=1e-2)
     torch.testing.assert_close(gradients["a"].float(), torch.full((4,), 0.5), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize(("p", "size"), [(8.0, 1e-6), (100.0, 1e-3), (100.0, 1e4), (0.5, 1e-12)])
+def test_powers_beyond_a_floats_range_do_not_lose_the_norm(p: float, size: float) -> None:
+    gradients = {"a": torch.full((4,), size)}
+    assert clip_gradients(gradients, None, p) == pytest.approx(size * 4 ** (1 / p), rel=1e-6)
 
 
 def test_half_precision_sums_in_float32() -> None:

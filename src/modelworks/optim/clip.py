@@ -10,13 +10,13 @@ caller's decision, and gradients multiplied by NaN would hide where it came from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-# Combines one float64 scalar over all shards, by sum (finite p) or by maximum (p = inf).
+# Combines one float64 scalar over all shards, by sum or by maximum; called once or twice for a norm, the same for all.
 Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]
 
 
@@ -30,26 +30,49 @@ def clip_gradients(
     """
     if not p > 0:
         raise ValueError(f"the norm's order must be positive, got {p}")
-    gradients = list(named_gradients.values())
-    norm = _global_norm(gradients, p, reduce, torch.float32)
-    if not math.isfinite(norm):
-        # Squares of large finite float32 values overflow; float64 tells them from a real inf or NaN.
-        norm = _global_norm(gradients, p, reduce, torch.float64)
-    if max_norm is not None and math.isfinite(norm) and norm > max_norm:
+    gradients = [gradient for gradient in named_gradients.values() if gradient.numel()]
+    combine = reduce or (lambda value, how: value)
+    norm = _global_norm(gradients, p, combine)
+    if gradients and max_norm is not None and math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(gradients, max_norm / norm)
     return norm
 
 
-def _global_norm(gradients: Iterable[Tensor], p: float, reduce: Reduce | None, least: torch.dtype) -> float:
-    """Each tensor's norm in at least `least`, combined in float64."""
-    norms = [
-        torch.linalg.vector_norm(gradient, ord=p, dtype=torch.promote_types(gradient.dtype, least)).double()
-        for gradient in gradients
-        if gradient.numel()
-    ]
-    total = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+def _global_norm(gradients: Sequence[Tensor], p: float, combine: Reduce) -> float:
     if math.isinf(p):
-        largest = total.max()
-        return float(largest if reduce is None else reduce(largest, "max"))
-    powers = total.pow(p).sum()
-    return float((powers if reduce is None else reduce(powers, "sum")).pow(1.0 / p))
+        return float(_largest(gradients, combine))
+    if p not in (1.0, 2.0):
+        return _scaled_norm(gradients, p, combine)
+    norm = float(combine(_sum_of_powers(gradients, p, torch.float32), "sum").pow(1.0 / p))
+    if math.isfinite(norm):
+        return norm
+    # Squares of large finite float32 values overflow; float64 tells them from a real inf or NaN.
+    return float(combine(_sum_of_powers(gradients, p, torch.float64), "sum").pow(1.0 / p))
+
+
+def _scaled_norm(gradients: Sequence[Tensor], p: float, combine: Reduce) -> float:
+    """The largest value taken out: for a high order p, |g|^p leaves the range even of float64."""
+    largest = _largest(gradients, combine)
+    if not largest.isfinite() or largest == 0:
+        return float(largest)
+    powers = [(gradient.double().abs() / largest.to(gradient.device)).pow(p).sum() for gradient in gradients]
+    return float(largest * combine(_total(powers), "sum").pow(1.0 / p))
+
+
+def _largest(gradients: Sequence[Tensor], combine: Reduce) -> Tensor:
+    norms = [torch.linalg.vector_norm(gradient, ord=math.inf).double() for gradient in gradients]
+    return combine(torch.stack(norms).max() if norms else torch.zeros((), dtype=torch.float64), "max")
+
+
+def _sum_of_powers(gradients: Sequence[Tensor], p: float, least: torch.dtype) -> Tensor:
+    """Each tensor's norm in at least `least`, its p-th powers summed in float64."""
+    return _total(
+        [
+            torch.linalg.vector_norm(gradient, ord=p, dtype=torch.promote_types(gradient.dtype, least)).double().pow(p)
+            for gradient in gradients
+        ]
+    )
+
+
+def _total(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
