@@ -57,7 +57,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.text_tokenizer.start_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self.text_tokenizer.encode(string, bos=bool(add_special_tokens) and self.text_tokenizer.add_bos)
+        """Begins as the model's prompts do (`add_bos`) unless told not to, as lm-eval's own model does."""
+        if add_special_tokens is False:
+            return self.text_tokenizer.encode(string)
+        return self.text_tokenizer.encode_prompt(string)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         return list(super().loglikelihood(requests, disable_tqdm=True))
@@ -129,7 +132,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         settings = dict(arguments)
         until = settings.pop("until", None) or []
         stops = [until] if isinstance(until, str) else list(until)
-        limit = min(int(settings.get("max_gen_toks", GENERATED_TOKENS)), self.max_length - 1)
+        # Unless the task says how much, a small model keeps half of its reach for the question.
+        asked = int(settings.get("max_gen_toks", min(GENERATED_TOKENS, self.max_length // 2)))
+        limit = min(asked, self.max_length - 1)
         temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample", True) else 0.0
         ids = self.tok_encode(context)[-(self.max_length - limit) :] or [self.prefix_token_id]
         decoder, text = StreamDecoder(self.text_tokenizer), ""
