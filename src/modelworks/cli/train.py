@@ -52,8 +52,9 @@ def command(
         output.result(_dry_run(run, output))
         return
     from modelworks.report import write_report
-    from modelworks.train import TrainingFailed, train
+    from modelworks.train import TrainingFailed, keep_freed_memory, train
 
+    keep_freed_memory()  # for the whole process, so the command's business and not that of `train`
     run_dir = runs_dir / run.name
     try:
         result = train(run, run_dir, resume=resume, overwrite=overwrite, profile=profile, console=output.console)

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from modelworks.models.generation import generate as generate
     from modelworks.models.initialization import initial_values as initial_values
     from modelworks.models.initialization import initialize as initialize
+    from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE as LONGEST_BLOCKWISE
     from modelworks.models.recompute import activation_bytes as activation_bytes
     from modelworks.models.sampling import Sampling as Sampling
     from modelworks.models.transformer import Transformer as Transformer
 
 _HOME = {
+    "LONGEST_BLOCKWISE": "layers.blockwise_attention",
     "AttentionContext": "context",
     "CachedContext": "context",
     "CausalContext": "context",

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from modelworks.train.allocator import keep_freed_memory as keep_freed_memory
     from modelworks.train.beginning import print_decisions as print_decisions
     from modelworks.train.derivation import Decision as Decision
     from modelworks.train.derivation import Derived as Derived
@@ -27,6 +28,7 @@ _HOME = {
     "TextScore": "evaluation.validation",
     "TrainingFailed": "loop",
     "derive": "derivation",
+    "keep_freed_memory": "allocator",
     "measure": "job",
     "print_decisions": "beginning",
     "score_text": "evaluation.validation",

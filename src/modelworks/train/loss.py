@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# float32 logits of one chunk, and the fewest tokens in it: the head's gradient is read and written once a chunk,
-# which costs more than the products when chunks are short.
-CHUNK_BYTES = 64 * 2**20
+# Logits of one chunk, in the dtype of the products, and the fewest tokens in it: the head's gradient is read and
+# written once a chunk, which costs more than the products when chunks are short.
+CHUNK_BYTES = 32 * 2**20
 LEAST_TOKENS = 512
+# float32 logits that a softmax works on at once on a CPU: within a core's second-level cache, and enough for a few.
+SOFTMAX_BYTES = 2 * 2**20
 
 
 class VocabularyLoss(NamedTuple):
@@ -59,7 +61,7 @@ def vocabulary_loss(
     """
     device = hidden_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
-    chunk = chunk_tokens or max(LEAST_TOKENS, CHUNK_BYTES // (4 * head_weight_VD.shape[0]))
+    chunk = chunk_tokens or max(LEAST_TOKENS, CHUNK_BYTES // (compute.itemsize * head_weight_VD.shape[0]))
     arguments = (targets_N.reshape(-1), weights_N.reshape(-1), label_smoothing, z_loss, scale, chunk, compute)
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     return VocabularyLoss(*_ChunkedLoss.apply(hidden_ND, head_weight_VD, *arguments))  # type: ignore[no-untyped-call]
@@ -73,7 +75,7 @@ class _ChunkedLoss(torch.autograd.Function):
         head_VD: Tensor,
         targets_N: Tensor,
         weights_N: Tensor,
-        label_smoothing: float,
+        smoothing: float,
         z_loss: float,
         scale: float,
         chunk: int,
@@ -88,28 +90,17 @@ class _ChunkedLoss(torch.autograd.Function):
             head_gradient = torch.zeros_like(head_VD, dtype=exact) if wants_head else None
             objective = torch.zeros((), dtype=exact, device=hidden_ND.device)
             nll = torch.zeros_like(objective)
+            # One buffer for all chunks: fresh memory of this size costs more than what is written to it.
+            buffer_NV = head.new_empty(min(chunk, hidden_ND.shape[0]), head.shape[0])
             for start in range(0, hidden_ND.shape[0], chunk):
                 part = slice(start, start + chunk)
-                hidden, weights = hidden_ND[part].to(compute), weights_N[part].to(exact)
-                logits_NV = (hidden @ head.T).to(exact)
-                lse_N = logits_NV.logsumexp(dim=-1)
-                target_logit_N = logits_NV.gather(1, targets_N[part, None]).squeeze(1)
-                nll_N = lse_N - target_logit_N
-                objective_N = nll_N + z_loss * lse_N.square() if z_loss else nll_N
-                if label_smoothing:
-                    objective_N = objective_N + label_smoothing * (target_logit_N - logits_NV.mean(dim=-1))
-                objective += weights @ objective_N
-                nll += weights @ nll_N
-                if not (wants_hidden or wants_head):
-                    continue
-                gradient_NV = logits_NV.sub_(lse_N[:, None]).exp_()
-                if z_loss:
-                    gradient_NV *= (1.0 + 2.0 * z_loss * lse_N)[:, None]
-                if label_smoothing:
-                    gradient_NV -= label_smoothing / head.shape[0]
-                at_target = torch.full_like(lse_N, label_smoothing - 1.0)[:, None]
-                gradient_NV.scatter_add_(1, targets_N[part, None], at_target)
-                gradient_NV = gradient_NV.mul_(scale * weights[:, None]).to(compute)
+                hidden = hidden_ND[part].to(compute)
+                logits_NV = torch.mm(hidden, head.T, out=buffer_NV[: len(hidden)])
+                weights = weights_N[part].to(exact)
+                sums = _become_gradient(logits_NV, targets_N[part], weights, smoothing, z_loss, scale)
+                gradient_NV = logits_NV
+                objective += sums[0]
+                nll += sums[1]
                 if hidden_gradient is not None:
                     hidden_gradient[part] = gradient_NV @ head
                 if head_gradient is None:
@@ -132,3 +123,39 @@ class _ChunkedLoss(torch.autograd.Function):
         if head_gradient is not None:
             head_gradient = (head_gradient * incoming).to(ctx.head_dtype)
         return (hidden_gradient, head_gradient, *([None] * 7))
+
+
+def _become_gradient(
+    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, smoothing: float, z_loss: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Turn the logits, in place, into the gradient of `scale` times the objective; returns objective and nll.
+
+    A few tokens at a time and in the dtype of `weights_N`: the many passes of a softmax then stay in the cache.
+    """
+    exact = weights_N.dtype
+    objective, nll = weights_N.new_zeros(()), weights_N.new_zeros(())
+    rows = max(1, SOFTMAX_BYTES // (exact.itemsize * logits_NV.shape[1])) if logits_NV.is_cpu else len(logits_NV)
+    for narrow_NV, targets, weights in zip(
+        torch.split(logits_NV, rows), torch.split(targets_N, rows), torch.split(weights_N, rows), strict=True
+    ):
+        z_NV = narrow_NV.to(exact)  # itself, where it has that dtype already
+        target_logit_N = z_NV.gather(1, targets[:, None]).squeeze(1)
+        mean_N = z_NV.mean(dim=-1) if smoothing else None
+        largest_N = z_NV.amax(dim=-1)
+        z_NV.sub_(largest_N[:, None]).exp_()
+        sum_N = z_NV.sum(dim=-1)
+        lse_N = largest_N + sum_N.log()
+        nll_N = lse_N - target_logit_N
+        objective_N = nll_N + z_loss * lse_N.square() if z_loss else nll_N
+        if mean_N is not None:
+            objective_N = objective_N + smoothing * (target_logit_N - mean_N)
+        objective += weights @ objective_N
+        nll += weights @ nll_N
+        factor_N = scale * weights
+        z_NV *= (factor_N * (1.0 + 2.0 * z_loss * lse_N) / sum_N)[:, None]
+        if smoothing:
+            z_NV -= (factor_N * smoothing / z_NV.shape[1])[:, None]
+        z_NV.scatter_add_(1, targets[:, None], (factor_N * (smoothing - 1.0))[:, None])
+        if z_NV is not narrow_NV:
+            narrow_NV.copy_(z_NV)
+    return objective, nll

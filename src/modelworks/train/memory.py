@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from modelworks.config import ModelConfig, TrainConfig, count_parameters
-from modelworks.models import CausalContext, Transformer
-from modelworks.train.loss import CHUNK_BYTES, LEAST_TOKENS
+from modelworks.models import LONGEST_BLOCKWISE, CausalContext, Transformer
+from modelworks.train.loss import CHUNK_BYTES, LEAST_TOKENS, SOFTMAX_BYTES
 from modelworks.train.precision import PRECISIONS, default_dtype
 
 WIDE, NARROW = 4, 2  # bytes of float32; of bfloat16 and float16
@@ -52,7 +52,7 @@ def predict_memory(
         gradients=count * gradient,
         optimizer=count * state,
         activations=activation_bytes(model, train, precision=precision, micro_batch=micro_batch, seq_len=seq_len),
-        loss=_loss_bytes(model, tokens, precision),
+        loss=_loss_bytes(model, tokens, precision, train.device),
     )
 
 
@@ -65,7 +65,10 @@ def activation_bytes(model: ModelConfig, train: TrainConfig, *, precision: str, 
     if train.recompute == "full":
         return (model.n_layers + 2) * stream
     if train.recompute == "selective":
-        return model.n_layers * (stream + micro_batch * seq_len * _selective_bytes(model, precision)) + 2 * stream
+        # Short sequences on a CPU: attention is computed again too (see LONGEST_BLOCKWISE).
+        attention_kept = seq_len > LONGEST_BLOCKWISE or train.device == "cuda"
+        token = _selective_bytes(model, precision, attention_kept)
+        return model.n_layers * (stream + micro_batch * seq_len * token) + 2 * stream
     one, two = ([_saved_bytes(model, n_layers, precision, rows, seq_len) for rows in (1, 2)] for n_layers in (1, 2))
     layer_row = (two[1] - two[0]) - (one[1] - one[0])
     rest_row = (one[1] - one[0]) - layer_row
@@ -73,12 +76,14 @@ def activation_bytes(model: ModelConfig, train: TrainConfig, *, precision: str, 
     return micro_batch * (model.n_layers * layer_row + rest_row) + model.n_layers * layer_fixed
 
 
-def _selective_bytes(model: ModelConfig, precision: str) -> int:
-    """Per token and block: results of products (q, k, v, o, gate, up, down) and of attention, with its log-sum-exp."""
+def _selective_bytes(model: ModelConfig, precision: str, attention_kept: bool) -> int:
+    """Per token and block: results of products (q, k, v, o, gate, up, down), and of attention with its log-sum-exp."""
     compute = WIDE if precision == "fp32" else NARROW
-    attention = 2 * model.d_attention + 2 * model.d_kv + model.d_model
-    feed_forward = model.d_ff * (2 if model.gated else 1) + model.d_model
-    return compute * (attention + feed_forward) + WIDE * model.n_heads
+    products = (
+        model.d_attention + 2 * model.d_kv + model.d_model + model.d_ff * (2 if model.gated else 1) + model.d_model
+    )
+    attention = compute * model.d_attention + WIDE * model.n_heads if attention_kept else 0
+    return compute * products + attention
 
 
 def _saved_bytes(model: ModelConfig, n_layers: int, precision: str, rows: int, seq_len: int) -> int:
@@ -102,7 +107,11 @@ def _saved_bytes(model: ModelConfig, n_layers: int, precision: str, rows: int, s
     return sum(size for identity, (_, size) in saved.items() if identity not in own)
 
 
-def _loss_bytes(model: ModelConfig, tokens: int, precision: str) -> int:
-    chunk = min(tokens, max(LEAST_TOKENS, CHUNK_BYTES // (WIDE * model.vocab_size)))
-    logits = chunk * model.vocab_size * (WIDE if precision == "fp32" else WIDE + NARROW)
-    return logits + WIDE * model.vocab_size * model.d_model
+def _loss_bytes(model: ModelConfig, tokens: int, precision: str, device: str) -> int:
+    """A chunk of logits, what the softmax works on, and the head's gradient."""
+    compute = WIDE if precision == "fp32" else NARROW
+    chunk = min(tokens, max(LEAST_TOKENS, CHUNK_BYTES // (compute * model.vocab_size)))
+    wide_copy = 0 if compute == WIDE else chunk * model.vocab_size * WIDE
+    if device != "cuda":
+        wide_copy = min(wide_copy, SOFTMAX_BYTES)
+    return chunk * model.vocab_size * compute + wide_copy + WIDE * model.vocab_size * model.d_model
