@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from modelworks.config import ModelConfig, TrainConfig, count_parameters
-from modelworks.models import LONGEST_BLOCKWISE, CausalContext, Transformer
+from modelworks.models import LONGEST_BLOCKWISE, CausalContext, DropoutKey, Transformer
 from modelworks.train.loss import CHUNK_BYTES, LEAST_TOKENS, SOFTMAX_BYTES
 from modelworks.train.precision import PRECISIONS, default_dtype
 
@@ -101,7 +101,7 @@ def _saved_bytes(model: ModelConfig, n_layers: int, precision: str, rows: int, s
         network = Transformer(tiny)
         tokens = torch.zeros(rows, seq_len, dtype=torch.long)
         with saved_tensors_hooks(note, lambda tensor: tensor), kind.autocast(torch.device("cpu")):
-            result = network(tokens, tokens, CausalContext())
+            result = network(tokens, tokens, CausalContext(dropout=DropoutKey(seed=0, step=0, row_length=seq_len)))
         own = {tensor.untyped_storage()._cdata for tensor in [*network.parameters(), tokens]}
     del result
     return sum(size for identity, (_, size) in saved.items() if identity not in own)
