@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import torch
 
 from modelworks.checkpoint import latest_checkpoint, open_checkpoint
 from modelworks.config import UserError, dump_yaml
+from modelworks.data import TrainLoader, build_dataset
 from modelworks.records import read_records
 from modelworks.train import job, loop, train
 from modelworks.train.stopping import StopRequest
@@ -171,3 +174,76 @@ def test_resuming_a_finished_run_changes_nothing(tiny_config: Any, tiny_machine:
     first = train(tiny_config("train.duration=4 steps"), run_dir, machine=tiny_machine)
     again = train(tiny_config("train.duration=4 steps"), run_dir, resume=True, machine=tiny_machine)
     assert (again.steps, again.val_loss, again.checkpoint) == (first.steps, first.val_loss, first.checkpoint)
+
+
+EXACT = {
+    "bf16": ["train.precision=bf16", "train.micro_batch=1"],
+    "bf16-autocast": ["train.precision=bf16-autocast"],
+    # The scale doubles after every good step, so that a resumed run which forgot it would be seen.
+    "fp16": ["train.precision=fp16", "train.loss_scale.initial=1024", "train.loss_scale.growth_interval=1"],
+    "dropout": ["model.dropout=0.2", "model.attention_dropout=0.2"],
+    "recomputed": ["train.recompute=full", "model.dropout=0.2", "train.micro_batch=2"],
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_every_kind_of_state_resumes_exactly(case: str, tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    common = [*EXACT[case], "schedule.name=constant", "evaluate.every=2 steps"]
+    train(tiny_config(*common, "train.duration=4 steps"), tmp_path / "whole", machine=tiny_machine)
+    train(tiny_config(*common, "train.duration=2 steps"), tmp_path / "parts", machine=tiny_machine)
+    train(tiny_config(*common, "train.duration=4 steps"), tmp_path / "parts", resume=True, machine=tiny_machine)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    assert series(tmp_path / "parts", "train/loss_scale") == series(tmp_path / "whole", "train/loss_scale")
+
+
+def test_weights_of_the_mixture_change_on_resume_and_no_sample_is_lost(
+    tiny_config: Any, tiny_texts: Path, tiny_machine: Any, tmp_path: Path
+) -> None:
+    sources = [
+        {"name": name, "type": "text", "path": f"{tiny_texts}/{part}*.txt"} for name, part in (("a", 0), ("b", 1))
+    ]
+    two = [f"data.sources={json.dumps(sources)}", "train.global_batch=4"]
+    changed = "data.mixture_changes=" + json.dumps([{"at": 16, "weights": {"a": 1, "b": 3}}])
+    run_dir = tmp_path / "run"
+    train(tiny_config(*two, "train.duration=4 steps"), run_dir, machine=tiny_machine)
+    too_early = changed.replace("16", "12")
+    with pytest.raises(UserError, match="the first 16 samples are drawn already"):
+        train(tiny_config(*two, "train.duration=8 steps", too_early), run_dir, resume=True, machine=tiny_machine)
+
+    seen: list[tuple[int, int]] = []
+    config = tiny_config(*two, "train.duration=8 steps", changed)
+    train(config, run_dir, resume=True, machine=tiny_machine)
+    assert series(run_dir, "data/a/samples") == [(4, 8.0), (8, 12.0)]
+    assert series(run_dir, "data/b/samples") == [(4, 8.0), (8, 20.0)]
+    loader = TrainLoader(build_dataset(config.data, progress=False), config.data, config.seed, 4)
+    before = TrainLoader(build_dataset(config.data, progress=False), tiny_config(*two).data, config.seed, 4)
+    for step in range(8):
+        drawn = before.places(step) if step < 4 else loader.places(step)
+        seen += zip(*(part.tolist() for part in drawn), strict=True)
+    # Each source went on from where it was: its first samples, each once, in the order without any change.
+    for source, count in ((0, 12), (1, 20)):
+        windows = [start for which, start in seen if which == source]
+        alone = [
+            start for step in range(20) for which, start in zip(*before.places(step), strict=True) if which == source
+        ]
+        assert windows == alone[:count]
+
+
+def test_texts_that_changed_are_refused(tiny_config: Any, tiny_machine: Any, tiny_texts: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    shutil.copytree(tiny_texts, texts)
+    changes = ["train.duration=2 steps", f"data.sources.0.path={texts}/*.txt"]
+    train(tiny_config(*changes), tmp_path / "run", machine=tiny_machine)
+    (texts / "000.txt").write_text("something else entirely")
+    with pytest.raises(UserError, match="the texts or the tokenizer changed since"):
+        train(tiny_config(*changes), tmp_path / "run", resume=True, machine=tiny_machine)
+
+
+def test_another_best_metric_is_not_compared_with_the_old(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    """A perplexity is far above any loss: the old best would never be beaten, and nothing saved as best."""
+    run_dir = tmp_path / "run"
+    rarely = ["checkpoint.every=100 steps", "evaluate.every=2 steps", "schedule.name=constant"]
+    train(tiny_config(*rarely, "train.duration=2 steps"), run_dir, machine=tiny_machine)
+    other = "evaluate.best_metric=val_perplexity"
+    train(tiny_config(*rarely, "train.duration=5 steps", other), run_dir, resume=True, machine=tiny_machine)
+    assert (run_dir / "checkpoints" / "step-00000004").exists()

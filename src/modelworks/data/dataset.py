@@ -50,6 +50,11 @@ class Dataset:
             for row in manifest["sources"]
         )
 
+    @property
+    def key(self) -> str:
+        """A hash of the texts, how they were read, the tokeniser and the split: the same everywhere."""
+        return self.directory.name
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.directory / "tokenizer")

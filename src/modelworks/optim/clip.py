@@ -75,4 +75,4 @@ def _sum_of_powers(gradients: Sequence[Tensor], p: float, least: torch.dtype) ->
 
 
 def _total(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
+    return torch.stack(list(values)).sum() if values else torch.zeros((), dtype=torch.float64)

@@ -115,7 +115,7 @@ class Questions:
 
 @dataclass
 class Checkpoints:
-    """Saves on an interval, at the best evaluation so far and at the end.
+    """Saves on an interval, at steps to be kept for good, at the best evaluation so far and at the end.
 
     A save that fails (a full disk) is a warning: training goes on and the last good checkpoint stays. `failed` says
     whether the last attempt did, so that a run which lost its end does not exit as a success.
@@ -125,7 +125,7 @@ class Checkpoints:
     terminal: Terminal
     derived: Derived
     directory: Path
-    tokenizer: Path
+    dataset: Dataset
     protect: list[Path] = field(default_factory=list)
     latest: Path | None = None
     failed: bool = False
@@ -133,16 +133,28 @@ class Checkpoints:
 
     def after_step(self, state: TrainState, done: StepDone) -> None:
         improved = self._improved(state)
-        if improved or done.last or done.step % self.derived.checkpoint_every == 0:
+        intervals = (self.derived.checkpoint_every, self.derived.keep_every)
+        if improved or done.last or any(every and done.step % every == 0 for every in intervals):
             self.save(state)
 
     def save(self, state: TrainState) -> None:
         """Save unless this very step is saved already."""
         if self._saved_step == state.step:
             return
+        try:
+            self.latest = state.save(self.directory, self.derived.config, self.dataset)
+        except OSError as error:
+            self.failed = True
+            kept = f"the last good checkpoint is {self.latest.name}" if self.latest else "there is no checkpoint yet"
+            self._warn(state, f"the checkpoint could not be written ({error.strerror or error}); {kept}")
+            return
+        self.failed, self._saved_step = False, state.step
+        self.log.event(state.step, "checkpoint", str(self.latest))
+        self._remove_old(state)
+
+    def _remove_old(self, state: TrainState) -> None:
         settings = self.derived.config
         try:
-            self.latest = state.save(self.directory, settings, self.tokenizer)
             retain(
                 self.directory,
                 keep_last=settings.checkpoint.keep_last,
@@ -151,14 +163,12 @@ class Checkpoints:
                 protect=self.protect,
             )
         except OSError as error:
-            self.failed = True
-            kept = f"the last good checkpoint is {self.latest.name}" if self.latest else "there is no checkpoint yet"
-            text = f"step {state.step}: the checkpoint could not be written ({error.strerror or error}); {kept}"
-            self.log.event(state.step, "warning", text)
-            self.terminal.say(f"warning: {text}; training goes on")
-            return
-        self.failed, self._saved_step = False, state.step
-        self.log.event(state.step, "checkpoint", str(self.latest))
+            self._warn(state, f"an old checkpoint could not be removed ({error.strerror or error})")
+
+    def _warn(self, state: TrainState, text: str) -> None:
+        text = f"step {state.step}: {text}"
+        self.log.event(state.step, "warning", text)
+        self.terminal.say(f"warning: {text}; training goes on")
 
     def _improved(self, state: TrainState) -> bool:
         """Whether this step's evaluation is the best so far; remembers it."""

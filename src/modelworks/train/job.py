@@ -16,7 +16,7 @@ from rich.console import Console
 
 from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
 from modelworks.config import RunConfig, UserError, resume_differences, training_flops_per_token
-from modelworks.data import TrainLoader, build_dataset, compression_baselines, validation_batches
+from modelworks.data import Dataset, TrainLoader, build_dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine, choose_threads, facts, measure_machine, peak_flops
 from modelworks.train import run_directory
 from modelworks.train.beginning import compute_name, print_decisions, record_start
@@ -51,7 +51,7 @@ def train(
     console = console or Console(quiet=True)
     started = time.monotonic()
     with run_directory.locked(run_dir):
-        run_directory.prepare(run_dir, resume=resume, overwrite=overwrite)
+        run_directory.check_use(run_dir, resume=resume, overwrite=overwrite)
         checkpoint = _find_checkpoint(run_dir, console) if resume else None
         machine = machine or measure(config, console)
         dataset = build_dataset(config.data, progress=not console.quiet)
@@ -63,6 +63,7 @@ def train(
             changes = resume_differences(
                 checkpoint.config, derived.config, step=checkpoint.step, total_steps=derived.total_steps
             )
+            _check_same_texts(checkpoint, dataset)
         remark = check_vocabulary(config, dataset)
         questions = _questions(derived, dataset.tokenizer)
 
@@ -71,6 +72,10 @@ def train(
         state = build_state(derived, weights=checkpoint is None)
         if checkpoint:
             state.restore(checkpoint)
+            if _measure_of_best(checkpoint.config) != _measure_of_best(config):
+                state.best = None  # of another measure: nothing to compare with
+        if overwrite:
+            run_directory.clear(run_dir)
         run_directory.cut_records(run_dir / "records.jsonl", state.step)
         (run_dir / "summary.json").unlink(missing_ok=True)
         run_directory.write_config(run_dir, derived.config)
@@ -111,7 +116,7 @@ def train(
             terminal,
             derived,
             run_dir / "checkpoints",
-            dataset.tokenizer_directory,
+            dataset,
             protect=[checkpoint.path] if checkpoint else [],
             latest=checkpoint.path if checkpoint else None,
         )
@@ -175,6 +180,20 @@ def _find_checkpoint(run_dir: Path, console: Console) -> Checkpoint | None:
     checkpoint: Checkpoint = open_checkpoint(path)
     console.print(f"resuming from {path} (step {checkpoint.step})", markup=False)
     return checkpoint
+
+
+def _check_same_texts(checkpoint: Checkpoint, dataset: Dataset) -> None:
+    """The configuration only says where the texts lie; that they are still the same is for their hash to say."""
+    key = checkpoint.state.get("dataset", dataset.key)
+    if key != dataset.key:
+        raise UserError(
+            f"cannot resume from {checkpoint.path}: the texts or the tokenizer changed since (data set {key}, now "
+            f"{dataset.key}); restore the sources' files, or start another run (another `name`, with init_from)"
+        )
+
+
+def _measure_of_best(config: RunConfig) -> tuple[str, str]:
+    return config.evaluate.best_metric, config.evaluate.best_mode
 
 
 def _questions(derived: Derived, tokenizer: Any) -> Any:

@@ -14,6 +14,7 @@ import contextlib
 import json
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from modelworks.records import Kind, Record, RecordWriter
 class RunLog:
     """Writes each record to `records.jsonl` and, if it is a figure, to TensorBoard.
 
-    A disk that is full does not end the run: rows wait in memory and are written once there is room again.
+    A disk that is full does not end the run: rows wait in memory and are written once there is room again. After a
+    failure TensorBoard's own writer cannot go on: its curves end there, and `records.jsonl` has them all.
     """
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
@@ -50,16 +52,32 @@ class RunLog:
     def write(self, *records: Record) -> None:
         self._waiting += records
         self._write_waiting()
-        for record in records:
-            if isinstance(record.value, float) and record.kind == "measured":
-                self._board.add_scalar(record.name, record.value, record.step)
-            elif record.name == "sample":
-                self._board.add_text("sample", str(record.value), record.step)
+        with self._board_may_fail():
+            for record in records:
+                self._show(record)
 
     def close(self) -> None:
         if self._writer:
             self._writer.close()
-        self._board.close()
+        with self._board_may_fail():
+            if self._board is not None:
+                self._board.close()
+
+    def _show(self, record: Record) -> None:
+        if self._board is None:
+            return
+        if isinstance(record.value, float) and record.kind == "measured":
+            self._board.add_scalar(record.name, record.value, record.step)
+        elif record.name == "sample":
+            self._board.add_text("sample", str(record.value), record.step)
+
+    @contextlib.contextmanager
+    def _board_may_fail(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._board = None
+            print(f"warning: TensorBoard events cannot be written ({error}); they end here", file=sys.stderr)
 
     def _write_waiting(self) -> None:
         try:

@@ -26,9 +26,12 @@ _CONTENTS = ("config.yaml", "records.jsonl", "summary.json", "report.html", "ten
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's lock; raises `UserError` naming the process that has it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Hold the run's lock; raises `UserError` naming the process that has it, or why there can be no run here."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise UserError(f"{error.filename or run_dir}: a run cannot be kept here ({error.strerror})") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,19 +47,24 @@ def locked(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def prepare(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
-    """Make the directory ready, under its lock. An existing run needs `resume` or `overwrite`."""
-    existing = [name for name in _CONTENTS if (run_dir / name).exists()]
+def check_use(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
+    """An existing run needs `resume` or `overwrite`. Nothing is touched."""
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other")
-    if existing and not (resume or overwrite):
+    if _existing(run_dir) and not (resume or overwrite):
         raise UserError(
             f"{run_dir} already holds a run; go on with --resume, start over with --overwrite, or choose another `name`"
         )
-    if overwrite:
-        for name in existing:
-            path = run_dir / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def clear(run_dir: Path) -> None:
+    """Remove what an earlier run wrote, and nothing else; of a link, only the link."""
+    for path in _existing(run_dir):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _existing(run_dir: Path) -> list[Path]:
+    return [run_dir / name for name in _CONTENTS if os.path.lexists(run_dir / name)]
 
 
 def write_config(run_dir: Path, config: RunConfig) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from modelworks.checkpoint import Checkpoint, write_checkpoint
 from modelworks.config import RunConfig, UserError
+from modelworks.data import Dataset
 from modelworks.models import Transformer
 from modelworks.optim import AdamW
 from modelworks.train.precision import LossScaler
@@ -33,8 +34,11 @@ class TrainState:
     best: tuple[float, int] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def save(self, directory: Path, config: RunConfig, tokenizer: Path) -> Path:
-        """Write `directory/step-…`; raises OSError when that fails, and nothing partial is then visible."""
+    def save(self, directory: Path, config: RunConfig, dataset: Dataset) -> Path:
+        """Write `directory/step-…`; raises OSError when that fails, and nothing partial is then visible.
+
+        dataset: what it was trained on; its tokeniser is saved with it, and its key, which names the texts.
+        """
         path: Path = write_checkpoint(
             directory,
             step=self.step,
@@ -43,8 +47,8 @@ class TrainState:
                 "model": dict(self.model.named_parameters()),
                 "optimizer": dict(self.optimizer.named_state()),
             },
-            state=self._values(),
-            tokenizer=tokenizer,
+            state={**self._values(), "dataset": dataset.key},
+            tokenizer=dataset.tokenizer_directory,
             metrics=self.metrics,
         )
         return path
