@@ -77,3 +77,10 @@ def test_operators_are_well_formed():
     """torch's own check of schema, fake tensors and gradient registration, as compilation relies on them."""
     qkv, _ = inputs(2, BLOCK + 3, torch.float64)
     torch.library.opcheck(torch.ops.modelworks.blockwise_attention, (*qkv, None))
+
+
+@pytest.mark.parametrize("groups", [2, 6])
+def test_results_are_contiguous_as_compiled_code_expects(groups):
+    qkv, gradient = inputs(2, BLOCK, torch.float64, groups)
+    out = blockwise_attention(*qkv, None)
+    assert all(x.is_contiguous() for x in (out, *torch.autograd.grad(out, qkv, gradient)))

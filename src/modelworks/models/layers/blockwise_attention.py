@@ -137,4 +137,5 @@ def _by_head(x: Tensor, like_BTHK: Tensor) -> Tensor:
     rows, length, n_heads, head_dim = like_BTHK.shape
     n_groups = x.shape[0] // rows
     x_BGTRK = x.view(rows, n_groups, length, n_heads // n_groups, head_dim)
-    return x_BGTRK.transpose(1, 2).reshape(like_BTHK.shape)
+    # Contiguous even where the reshape alone is a view (R = 1), as the fake results above promise.
+    return x_BGTRK.transpose(1, 2).reshape(like_BTHK.shape).contiguous()
