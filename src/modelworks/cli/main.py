@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from modelworks import __version__
+from modelworks.cli.exit_codes import DONE, FAILED, INTERRUPTED, USER_ERROR
 from modelworks.cli.output import write_error
 from modelworks.config import UserError
 
@@ -38,7 +39,6 @@ COMMANDS = {
     "data": "Build and inspect tokenised data.",
     "doctor": "Say what this machine has and what will be chosen for it.",
 }
-DONE, FAILED, USER_ERROR, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
 # typer does not export these two: the base of all its complaints about a command line, whatever its version
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]

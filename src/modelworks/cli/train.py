@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from modelworks.cli.exit_codes import FAILED, PREEMPTED
 from modelworks.cli.output import JsonFlag, Output, write_error
 from modelworks.config import UserError, count_parameters, load_run_config, training_flops_per_token
 
 if TYPE_CHECKING:
     from modelworks.config import RunConfig
     from modelworks.train import Result
-
-FAILED, PREEMPTED = 1, 75
 
 
 def command(
@@ -64,7 +63,7 @@ def command(
         raise typer.Exit(FAILED) from None
     report = write_report(run_dir)
     again = " ".join([_program(), "train", str(config), *_quoted(overrides or []), *_runs_option(runs_dir), "--resume"])
-    output.result({**_values(result), "report": str(report)})
+    output.result({**asdict(result), "report": str(report)})
     if result.stopped_by and not result.last_save_failed:
         output.print(
             f"stopped by {result.stopped_by} at step {result.steps}, saved {result.checkpoint}; go on with: {again}"
@@ -74,10 +73,6 @@ def command(
         output.print(f"the last checkpoint could not be written; the newest good one is {result.checkpoint}")
         raise typer.Exit(FAILED)
     _print_end(run, result, report, runs_dir, output)
-
-
-def _values(result: Result) -> dict[str, Any]:
-    return asdict(result)
 
 
 def _print_end(run: RunConfig, result: Result, report: Path, runs_dir: Path, output: Output) -> None:
