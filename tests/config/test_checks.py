@@ -61,17 +61,22 @@ TWO = "model: llama-tiny\ndata: {sources: [{name: a, type: text, path: a}, {name
         ),
         ("model: llama-tiny\ndata: {sources: [{name: a, type: jsonl}]}", "data.sources.0.path", "a file or a glob"),
         (
-            f"{TWO}, mixture_changes: [{{at: 5, weights: {{c: 1}}}}]}}",
+            f"{TWO}, mixture_changes: [{{at: 5, weights: {{a: 1, b: 1, c: 1}}}}]}}",
             "data.mixture_changes.0.weights.c",
             "the name of a source: a, b",
         ),
         (
-            f"{TWO}, mixture_changes: [{{at: 5, weights: {{a: 1}}}}, {{at: 5, weights: {{b: 1}}}}]}}",
+            f"{TWO}, mixture_changes: [{{at: 5, weights: {{a: 1, b: 0}}}}, {{at: 5, weights: {{a: 0, b: 1}}}}]}}",
             "data.mixture_changes.1.at",
             "ascending",
         ),
         (
-            f"{TWO}, mixture_changes: [{{at: 5, weights: {{a: 0}}}}]}}",
+            f"{TWO}, mixture_changes: [{{at: 5, weights: {{a: 1}}}}]}}",
+            "data.mixture_changes.0.weights",
+            r"a weight for every source \(0 switches one off\); missing: b",
+        ),
+        (
+            f"{TWO}, mixture_changes: [{{at: 5, weights: {{a: 0, b: 0}}}}]}}",
             "data.mixture_changes.0.weights",
             "at least one weight above 0",
         ),
@@ -125,6 +130,11 @@ TWO = "model: llama-tiny\ndata: {sources: [{name: a, type: text, path: a}, {name
             "model: llama-tiny\ndata: {sources: [{name: a, type: python-stdlib, path: x}]}",
             "data.sources.0.path",
             "standard library",
+        ),
+        (
+            "model: llama-tiny\ndata: {sources: [{name: a, type: python-stdlib, invalid_utf8: replace}]}",
+            "data.sources.0.invalid_utf8",
+            "those are skipped",
         ),
         (
             "model: llama-tiny\ndata: {sources: [{name: a, type: jsonl, path: x, split: paragraph}]}",

@@ -13,7 +13,7 @@ BASE = """
 model: llama-tiny
 data:
   sources: [{name: a, type: text, path: a}, {name: b, type: text, path: b}]
-  mixture_changes: [{at: 640, weights: {a: 1}}]
+  mixture_changes: [{at: 640, weights: {a: 1, b: 0}}]
 train: {duration: 100 steps}
 """
 
@@ -88,7 +88,7 @@ def test_a_run_cannot_end_before_it_is() -> None:
 
 
 def test_the_mixture_may_change_only_where_nothing_is_drawn() -> None:
-    later = "data.mixture_changes=[{at: 640, weights: {b: 1}}]"
+    later = "data.mixture_changes=[{at: 640, weights: {a: 0, b: 1}}]"
     assert set(resume(later, step=10)) == {"data.mixture_changes.0.weights.a", "data.mixture_changes.0.weights.b"}
     assert resume("data.mixture_changes=[]", step=10)
     with pytest.raises(UserError, match="the first 704 samples are drawn already"):
@@ -96,7 +96,7 @@ def test_the_mixture_may_change_only_where_nothing_is_drawn() -> None:
     with pytest.raises(UserError, match="the first 704 samples are drawn already"):
         resume("data.mixture_changes=[]", step=11)
     with pytest.raises(UserError, match="drawn already"):
-        resume("data.mixture_changes=[{at: 630, weights: {b: 1}}, {at: 640, weights: {a: 1}}]", step=10)
+        resume("data.mixture_changes=[{at: 630, weights: {a: 0, b: 1}}, {at: 640, weights: {a: 1, b: 0}}]", step=10)
 
 
 def test_what_may_change_names_real_keys() -> None:

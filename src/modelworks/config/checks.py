@@ -106,6 +106,7 @@ def _unused_in_data(data: DataConfig) -> Iterator[tuple[str, str]]:
             yield f"{here}.field", f"a {source.type} source has no fields"
         if source.type == "python-stdlib":
             yield f"{here}.path", "python-stdlib reads this machine's own standard library"
+            yield f"{here}.invalid_utf8", "of the standard library only test inputs are broken, and those are skipped"
     if len(data.sources) == 1:
         yield "data.mixture_changes", "there is one source, so its weight changes nothing"
 
@@ -141,7 +142,10 @@ def _mixture_changes(data: DataConfig) -> Iterator[Problem]:
             if name not in names:
                 expected = "the name of a source: " + ", ".join(names)
                 yield Problem(f"{here}.weights.{name}", change.weights[name], expected, nearest(name, names))
-        if not any(change.weights.values()):
+        if missing := [name for name in names if name not in change.weights]:
+            expected = f"a weight for every source (0 switches one off); missing: {', '.join(missing)}"
+            yield Problem(f"{here}.weights", change.weights, expected)
+        elif not any(change.weights.values()):
             yield Problem(f"{here}.weights", change.weights, "at least one weight above 0")
 
 
