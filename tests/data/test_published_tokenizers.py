@@ -56,6 +56,14 @@ def ours() -> Tokenizer:
     return Tokenizer.from_gguf(smollm_fields())
 
 
+def test_a_gguf_file_is_a_tokenizer(ours: Tokenizer, tmp_path: Path) -> None:
+    assert Tokenizer.load(smollm()).fingerprint() == ours.fingerprint()
+    with smollm().open("rb") as whole:
+        (tmp_path / "cut.gguf").write_bytes(whole.read(5000))
+    with pytest.raises(UserError, match=r"cut\.gguf: not a GGUF file, or damaged"):
+        Tokenizer.load(tmp_path / "cut.gguf")
+
+
 @pytest.mark.slow
 def test_gguf_encodes_as_transformers_does(ours: Tokenizer) -> None:
     specials = ["<|im_start|>user\nhi<|im_end|>\n", "a<|endoftext|>b", "<|im_start|>", "<repo_name>x"]

@@ -18,6 +18,7 @@ from modelworks.data import (
     Tokenizer,
     build_dataset,
     compression_baselines,
+    scored_texts,
     text_batches,
     validation_batches,
 )
@@ -111,6 +112,17 @@ def test_baselines_are_those_of_the_compressors_and_are_kept(dataset: Dataset, m
     assert found["xz"].best == min(found["xz"].concatenated, found["xz"].per_document)
     monkeypatch.setattr("modelworks.data.compression._measure", None)  # measuring again would fail
     assert compression_baselines(dataset, progress=False) == found
+
+
+def test_baselines_are_on_the_text_that_is_scored(dataset: Dataset) -> None:
+    limit = 60
+    scored = validation_batches(dataset, seq_len=16, rows=3, max_tokens=limit)
+    found = compression_baselines(dataset, max_tokens=limit, progress=False)
+    assert found["bz2"].n_bytes == scored.n_bytes < compression_baselines(dataset, progress=False)["bz2"].n_bytes
+    text = b"".join(scored_texts(dataset, limit))
+    assert found["bz2"].concatenated == 8 * len(bz2.compress(text, 9)) / len(text)
+    whole = [t.encode() for t in dataset.validation_texts(10**6)]
+    assert all(any(t.startswith(part) for t in whole) for part in scored_texts(dataset, limit))
 
 
 def test_nothing_to_score_is_refused(tokenizer: Tokenizer) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from modelworks.checkpoint import best_checkpoint, latest_checkpoint, open_checkpoint, open_model
 from modelworks.config import UserError, load_run_config, training_flops_per_token
+from modelworks.data import build_dataset
 from modelworks.records import Record, read_records
 from modelworks.train import TrainingFailed, loop, state, train
 from modelworks.train.recording import RunLog
@@ -309,6 +310,33 @@ def test_init_from_starts_with_the_weights_of_a_run(
     config = tiny_config(f"init_from={run_dir}", "train.duration=1 steps", "optimizer.lr=0")
     again = train(config, tmp_path / "run", machine=tiny_machine)
     assert again.val_loss == pytest.approx(result.val_loss, rel=1e-6)
+
+
+def test_settings_that_shapes_do_not_show_are_remarked(
+    finished: tuple[Path, Any], tiny_config: Any, tiny_machine: Any, tmp_path: Path
+) -> None:
+    config = tiny_config(f"init_from={finished[0]}", "train.duration=1 steps", "model.rope_theta=5000")
+    train(config, tmp_path / "run", machine=tiny_machine)
+    remarks = [str(r.value) for r in records(tmp_path / "run") if r.name == "remark"]
+    assert "init_from: model.rope_theta is 5000.0 here and was 10000.0 there" in remarks
+
+
+def test_a_tokenizer_that_loses_text_is_remarked(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    """Bits per byte count the bytes of a text that such a tokeniser has made simpler."""
+    from tokenizers import normalizers
+
+    tokenizer = build_dataset(tiny_config().data, progress=False).tokenizer
+    tokenizer.save(tmp_path / "plain")
+    tokenizer.backend.normalizer = normalizers.Replace("cat", "c")
+    tokenizer.save(tmp_path / "lossy")
+    found = {}
+    for name in ("plain", "lossy"):
+        config = tiny_config(f"data.tokenizer={tmp_path / name}", "train.duration=1 steps")
+        train(config, tmp_path / f"run-{name}", machine=tiny_machine)
+        found[name] = [
+            r for r in records(tmp_path / f"run-{name}") if r.name == "remark" and "bits per byte" in str(r.value)
+        ]
+    assert (len(found["plain"]), len(found["lossy"])) == (0, 1)
 
 
 def test_init_from_another_shape_names_the_tensors(

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
         ScoredText as ScoredText,
     )
     from modelworks.data.validation import (
+        scored_texts as scored_texts,
+    )
+    from modelworks.data.validation import (
         text_batches as text_batches,
     )
     from modelworks.data.validation import (
@@ -40,7 +43,7 @@ _OFFERS = {
     "loader": ["TrainLoader"],
     "tokenizers.stream": ["StreamDecoder"],
     "tokenizers.tokenizer": ["Tokenizer"],
-    "validation": ["ScoredText", "text_batches", "validation_batches"],
+    "validation": ["ScoredText", "scored_texts", "text_batches", "validation_batches"],
 }
 _HOME = {name: module for module, names in _OFFERS.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""What general compressors make of the validation text: the baseline that a language model has to beat.
+"""What general compressors make of the text that is scored: the baseline that a language model has to beat.
 
 Two ways, both stated: every document by itself, and all documents end to end, which lets the compressor learn from
 one for the next and is usually the stronger. The model's figure pays for the ends of documents, these do not.
@@ -7,17 +7,19 @@ one for the next and is usually the stronger. The model's figure pays for the en
 from __future__ import annotations
 
 import bz2
+import contextlib
 import json
 import lzma
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import track
 
 from modelworks.data.dataset import Dataset
+from modelworks.data.validation import scored_texts
 
 _CACHE = "baselines.json"
 
@@ -48,25 +50,35 @@ _COMPRESSORS: dict[str, Callable[[], _Compressor]] = {
 }
 
 
-def compression_baselines(dataset: Dataset, *, progress: bool = True) -> dict[str, CompressionBaseline]:
-    """By compressor. Worked out once and kept in the data set's directory."""
+def compression_baselines(
+    dataset: Dataset, *, max_tokens: int | None = None, progress: bool = True
+) -> dict[str, CompressionBaseline]:
+    """By compressor, on the very text that `validation_batches` scores. Worked out once and kept with the data set.
+
+    max_tokens: as there; None is the whole validation split.
+    """
     path = dataset.directory / _CACHE
+    known: dict[str, dict[str, Any]] = {}
+    part = str(max_tokens)
     try:
-        return {name: CompressionBaseline(**row) for name, row in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, TypeError):  # absent, or not whole: work it out
+        known = json.loads(path.read_text())
+        return {name: CompressionBaseline(**row) for name, row in known[part].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # absent, or not whole: work it out
         pass
-    found = {name: _measure(name, dataset, progress) for name in _COMPRESSORS}
-    temporary = path.with_name(f".{_CACHE}-{os.getpid()}")
-    temporary.write_text(json.dumps({name: asdict(baseline) for name, baseline in found.items()}, indent=1) + "\n")
-    os.replace(temporary, path)
+    texts = list(scored_texts(dataset, max_tokens))
+    found = {name: _measure(name, texts, progress) for name in _COMPRESSORS}
+    rows = {name: asdict(baseline) for name, baseline in found.items()}
+    with contextlib.suppress(OSError):  # a directory that cannot be written costs only time
+        temporary = path.with_name(f".{_CACHE}-{os.getpid()}")
+        temporary.write_text(json.dumps({**known, part: rows}, indent=1) + "\n")
+        os.replace(temporary, path)
     return found
 
 
-def _measure(name: str, dataset: Dataset, progress: bool) -> CompressionBaseline:
+def _measure(name: str, texts: Sequence[bytes], progress: bool) -> CompressionBaseline:
     whole = _COMPRESSORS[name]()
     n_bytes = together = apart = 0
-    for text in _bar(_texts(dataset), f"data: {name} on the validation text", _count(dataset), progress):
-        data = text.encode("utf-8")
+    for data in _bar(texts, f"data: {name} on the validation text", progress):
         single = _COMPRESSORS[name]()
         n_bytes += len(data)
         apart += len(single.compress(data)) + len(single.flush())
@@ -75,17 +87,7 @@ def _measure(name: str, dataset: Dataset, progress: bool) -> CompressionBaseline
     return CompressionBaseline(name, 8 * together / n_bytes, 8 * apart / n_bytes, n_bytes)
 
 
-def _texts(dataset: Dataset) -> Iterator[str]:
-    for source in dataset.sources:
-        for number in range(source.validation.n_documents):
-            yield source.validation.text(number)
-
-
-def _count(dataset: Dataset) -> int:
-    return sum(source.validation.n_documents for source in dataset.sources)
-
-
-def _bar(texts: Iterable[str], description: str, total: int, progress: bool) -> Iterable[str]:
+def _bar(texts: Sequence[bytes], description: str, progress: bool) -> Iterable[bytes]:
     if not progress:
         return texts
-    return track(texts, description, total, console=Console(stderr=True), transient=True)
+    return track(texts, description, console=Console(stderr=True), transient=True)

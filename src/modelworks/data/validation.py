@@ -83,21 +83,20 @@ def validation_batches(
 
     The last document is then cut, and counts the bytes of its beginning.
     """
-    chosen: list[NDArray[Any]] = []
-    n_bytes = n_tokens = 0
-    for stream, number in _spread(dataset):
-        document = stream.document(number)
-        left = len(document) if max_tokens is None else max(2, max_tokens) - n_tokens
-        if left < 2:
-            break
-        if left < len(document):
-            document = document[:left]
-            n_bytes += sum(len(dataset.tokenizer.token_bytes(token)) for token in document[1:].tolist())
-        else:
-            n_bytes += int(stream.text_bytes[number])
-        chosen.append(document)
-        n_tokens += len(document)
-    return ScoredText(chosen, n_bytes, seq_len, rows, packing)
+    chosen = list(_chosen(dataset, max_tokens))
+    documents = [stream.document(number)[:length] for stream, number, length in chosen]
+    return ScoredText(documents, sum(_n_bytes(dataset, *place) for place in chosen), seq_len, rows, packing)
+
+
+def scored_texts(dataset: Dataset, max_tokens: int | None = None) -> Iterator[bytes]:
+    """The UTF-8 text that `validation_batches` scores, document by document: what to compare a score with.
+
+    In the corpus's own order, in which neighbours are alike: a compressor does best there.
+    """
+    source = {id(source.validation): place for place, source in enumerate(dataset.sources)}
+    in_order = sorted(_chosen(dataset, max_tokens), key=lambda chosen: (source[id(chosen[0])], chosen[1]))
+    for stream, number, length in in_order:
+        yield stream.text(number).encode("utf-8")[: _n_bytes(dataset, stream, number, length)]
 
 
 def text_batches(
@@ -112,6 +111,25 @@ def text_batches(
     if not documents:
         raise UserError("no text to score: every document is empty")
     return ScoredText(documents, n_bytes, seq_len, rows, packing)
+
+
+def _chosen(dataset: Dataset, max_tokens: int | None) -> Iterator[tuple[TokenStream, int, int]]:
+    """(stream, number, tokens that count) of documents until there are `max_tokens`, the last one cut."""
+    left = dataset.validation_tokens if max_tokens is None else max(2, max_tokens)
+    for stream, number in _spread(dataset):
+        if left < 2:
+            return
+        length = min(left, int(stream.starts[number + 1] - stream.starts[number]))
+        yield stream, number, length
+        left -= length
+
+
+def _n_bytes(dataset: Dataset, stream: TokenStream, number: int, length: int) -> int:
+    """UTF-8 bytes that the first `length` tokens of a document stand for."""
+    ids = stream.document(number)
+    if length == len(ids):
+        return int(stream.text_bytes[number])
+    return sum(len(dataset.tokenizer.token_bytes(token)) for token in ids[1:length].tolist())
 
 
 def _spread(dataset: Dataset) -> list[tuple[TokenStream, int]]:

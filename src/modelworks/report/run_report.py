@@ -86,7 +86,7 @@ def _subtitle(run: Run) -> str:
 
 
 def _verdict(run: Run) -> dict[str, Any] | None:
-    """The result beside what general compressors reach on the same files."""
+    """The result beside what general compressors reach on the same text."""
     series = run.series.get("val/bits_per_byte")
     if series is None or (own := series.last) is None:
         return None
@@ -120,7 +120,7 @@ def _judge(own: float, baselines: dict[str, float]) -> str:
         opinion = f"The model predicts this text better than {beaten[0]}, but not yet better than the other compressor"
     else:
         opinion = "The model does not beat the compressors on this text yet; a longer run should"
-    return f"{opinion}: {' and '.join(comparisons)} on the same files."
+    return f"{opinion}: {' and '.join(comparisons)} on the same text."
 
 
 def _tiles(run: Run) -> list[dict[str, str]]:

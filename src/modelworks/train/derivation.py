@@ -139,7 +139,8 @@ class _Steps:
     def of(self, key: str, duration: Duration, total: int | None = None) -> int:
         if duration.unit == "epochs" and self.per_epoch is None:
             raise UserError(
-                f"{key}: the length of `{duration}` is known once the data is built: run `modelworks data build` first"
+                f"{key}: how many steps `{duration}` takes is known only with the data, which is not read here; "
+                "write it in steps or tokens"
             )
         return duration.steps(tokens_per_step=self.tokens, steps_per_epoch=self.per_epoch or 0.0, total_steps=total)
 

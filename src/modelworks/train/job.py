@@ -64,7 +64,7 @@ def train(
                 checkpoint.config, derived.config, step=checkpoint.step, total_steps=derived.total_steps
             )
             _check_same_texts(checkpoint, dataset)
-        remark = check_vocabulary(config, dataset)
+        remarks = check_vocabulary(config, dataset)
         questions = _questions(derived, dataset.tokenizer)
 
         memory = MemoryMeter(derived.device)
@@ -85,8 +85,9 @@ def train(
             busy = "other programs were busy while this machine was measured: utilisation (MFU) reads too high"
             console.print(f"warning: {busy}", markup=False)
             log.event(state.step, "warning", busy)
-        for text in [*([remark] if remark else []), *(f"changed on resume: {change}" for change in changes)]:
+        for text in [*remarks, *(f"changed on resume: {change}" for change in changes)]:
             console.print(text, markup=False)
+            log.event(state.step, "remark", text)
         terminal = Terminal(console, total_steps=derived.total_steps, log_every=config.train.log_every)
         recording = Recording(
             log,
@@ -120,7 +121,8 @@ def train(
             protect=[checkpoint.path] if checkpoint else [],
             latest=checkpoint.path if checkpoint else None,
         )
-        baselines = {name: row.best for name, row in compression_baselines(dataset, progress=not console.quiet).items()}
+        compressors = compression_baselines(dataset, max_tokens=config.evaluate.max_tokens, progress=not console.quiet)
+        baselines = {name: row.best for name, row in compressors.items()}
         record_start(log, state, derived, baselines, machine)
         hooks: list[Hook] = [recording, validation]
         if questions:

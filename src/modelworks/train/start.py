@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelworks.checkpoint import open_model
-from modelworks.config import RunConfig, UserError
+from modelworks.config import ModelConfig, RunConfig, UserError, show_value
 from modelworks.data import Dataset, Tokenizer
 from modelworks.hardware import compiler
 from modelworks.models import Transformer, initialize
@@ -34,17 +34,38 @@ def build_state(derived: Derived, *, weights: bool = True) -> TrainState:
     return TrainState(model, build_optimizer(model.named_parameters(), config.optimizer), scaler)
 
 
-def check_vocabulary(config: RunConfig, dataset: Dataset) -> str | None:
-    """Raise `UserError` where tokens have no embedding; a remark where embeddings have no token."""
+def check_vocabulary(config: RunConfig, dataset: Dataset) -> list[str]:
+    """Raise `UserError` where tokens have no embedding; remarks where something else looks wrong."""
     dataset.require_vocabulary(config.model.vocab_size)
+    remarks = []
     if config.init_from:
-        theirs = open_model(config.init_from).tokenizer
-        if theirs is not None:
-            _check_same_tokens(config, theirs, dataset.tokenizer)
+        source = open_model(config.init_from)
+        if source.tokenizer is not None:
+            _check_same_tokens(config, source.tokenizer, dataset.tokenizer)
+        remarks += _other_settings(config, source.config)
     spare = config.model.vocab_size - dataset.vocab_size
     if spare:
-        return f"model.vocab_size is {config.model.vocab_size}: {spare} rows beyond the tokenizer's are never used"
-    return None
+        remarks.append(
+            f"model.vocab_size is {config.model.vocab_size}: {spare} rows beyond the tokenizer's are never used"
+        )
+    if any(_is_changed(text[:10_000], dataset.tokenizer) for text in dataset.validation_texts(20)):
+        remarks.append("the tokenizer does not give every text back as it was: bits per byte read too low")
+    return remarks
+
+
+def _is_changed(text: str, tokenizer: Tokenizer) -> bool:
+    return tokenizer.decode(tokenizer.encode(text, parse_special=False), skip_special=False) != text
+
+
+def _other_settings(config: RunConfig, theirs: ModelConfig) -> list[str]:
+    """Settings that shapes do not show, and without which the weights compute something else."""
+    ours, theirs_by_key = config.model.model_dump(), theirs.model_dump()
+    silent = {"family", "init_std", "dropout", "attention_dropout", "max_seq_len"}
+    return [
+        f"init_from: model.{key} is {show_value(value)} here and was {show_value(theirs_by_key[key])} there"
+        for key, value in ours.items()
+        if key not in silent and value != theirs_by_key[key]
+    ]
 
 
 def _check_same_tokens(config: RunConfig, theirs: Tokenizer, ours: Tokenizer) -> None:

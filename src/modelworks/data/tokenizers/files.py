@@ -1,4 +1,5 @@
-"""Tokenisers on disk: `tokenizer.json` and its companions as Hugging Face lays them out, or a SentencePiece model."""
+"""Tokenisers on disk: `tokenizer.json` and its companions as Hugging Face lays them out, a SentencePiece model, or
+what a GGUF file carries."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>"
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json, a SentencePiece .model, or a directory with either. Raises UserError."""
+    """Read a tokenizer.json, a SentencePiece .model, a directory with either, or a .gguf file. Raises UserError."""
     path = path.expanduser()
     if not path.exists():
         around = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -32,6 +33,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f"tokenizer {path}: the directory holds neither tokenizer.json nor a SentencePiece .model")
     if path.suffix == ".model":
         return _from_sentencepiece(path)
+    if path.suffix == ".gguf":
+        return _from_gguf(path)
     return _from_json(path)
 
 
@@ -97,6 +100,17 @@ def _from_sentencepiece(path: Path) -> Tokenizer:
     if config.get("add_bos_token") is not None:
         tokenizer.add_bos = bool(config["add_bos_token"])
     return tokenizer
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    from gguf import GGUFReader
+
+    try:
+        fields = GGUFReader(path).fields
+        values = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
+    except Exception as error:  # of many kinds, where the header is not whole
+        raise UserError(f"{path}: not a GGUF file, or damaged ({error})") from None
+    return Tokenizer.from_gguf(values)
 
 
 def _read(path: Path) -> dict[str, Any]:

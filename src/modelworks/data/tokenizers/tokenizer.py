@@ -63,7 +63,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a `tokenizer.json`, a directory holding one, or a SentencePiece `.model`. Raises UserError."""
+        """Read a `tokenizer.json`, a directory holding one, a SentencePiece `.model` or a `.gguf`. Raises UserError."""
         from modelworks.data.tokenizers.files import load_tokenizer
 
         return load_tokenizer(Path(path))
