@@ -59,15 +59,18 @@ class RecordWriter:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file in order; a torn last line (a killed run) is skipped."""
-    with path.open(encoding="utf-8") as lines:
+    """Yield the records of a file in order; a line that is none (torn by a kill, damaged) is skipped."""
+    with path.open("rb") as lines:
         for line in lines:
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+                value = float(row["value"]) if row.pop("non_finite", False) else row["value"]
+                record = Record(
+                    row["step"], row["name"], value, row["unit"], row["kind"], row.get("tags", {}), row["time"]
+                )
+            except (ValueError, KeyError, TypeError, AttributeError):
                 continue
-            value = float(row["value"]) if row.pop("non_finite", False) else row["value"]
-            yield Record(row["step"], row["name"], value, row["unit"], row["kind"], row.get("tags", {}), row["time"])
+            yield record
 
 
 def _row(record: Record) -> str:

@@ -167,3 +167,17 @@ def test_convert_refuses_an_existing_destination(call: Any, model: Path, tmp_pat
     assert code == 2
     assert "exists already" in err
     assert call("convert", model, tmp_path / "out", "--to", "hf", "--overwrite")[0] == 0
+
+
+def test_a_prompt_that_is_no_text_is_one_line(call: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = call("generate", model, "--prompt", "a\udcffb")  # what Python makes of the byte 0xff
+    assert (code, err) == (2, "error: --prompt: not UTF-8 text\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    code, _, err = call("generate", model, "--prompt", "-")
+    assert (code, err) == (2, "error: --prompt -: stdin is not UTF-8 text (byte 1)\n")
+
+
+def test_a_place_that_cannot_be_written_is_one_line(call: Any, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = call("convert", model, tmp_path / "file" / "hf", "--to", "hf")
+    assert (code, err) == (2, f"error: {tmp_path}/file/hf: cannot be written (File exists)\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -171,3 +173,23 @@ def test_json_is_strict() -> None:
     line = json_line({"a": [float("inf"), {"b": float("nan")}], 1: "x\ny", "path": frame.main})
     assert json.loads(line, parse_constant=pytest.fail)["a"] == [None, {"b": None}]
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [
+        (">/dev/full", 1, "error: writing failed (No space left on device)"),
+        (">&-", 0, ""),
+        (">&- 2>&-", 0, ""),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_no_trace(redirection: str, code: int, message: str) -> None:
+    command = f"{shlex.join([*PROGRAM, '--version'])} {redirection}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (code, message)
+
+
+def test_a_file_that_cannot_be_written_is_named(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    command(raising(OSError(errno.ENOSPC, "No space left on device", "runs/a/config.yaml")))
+    assert frame.main(["train"]) == 1
+    assert capfd.readouterr().err == "error: runs/a/config.yaml: cannot be written (No space left on device)\n"

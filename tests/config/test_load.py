@@ -281,3 +281,9 @@ def test_a_resolved_configuration_reruns_the_run(model: str, values: dict[str, A
     config = parse_run_config(write_yaml({"model": model, **values}), "run.yaml")
     assert parse_run_config(dump_yaml(config), "again.yaml") == config
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("override", ["a..b=1", ".=1", "model.=1", ".seed=1", "train..duration=3 steps"])
+def test_an_override_with_an_empty_part_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="expected key=value"):
+        parse_run_config("model: llama-tiny", "x.yaml", [override])

@@ -363,3 +363,28 @@ def test_a_worker_that_dies_is_one_line(data_config: Configs) -> None:
     os.kill(children(os.getpid())[-1], signal.SIGKILL)
     with pytest.raises(UserError, match=r"process that tokenises died.*lower data.workers"):
         list(results)
+
+
+@pytest.mark.parametrize("damage", ['{"format_version": 1}', "[]", '"x"', None])
+def test_a_damaged_manifest_is_one_line(damage: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    if damage is None:
+        path.mkdir()
+    else:
+        path.write_text(damage)
+    with pytest.raises(UserError, match=r"manifest\.json: "):
+        open_dataset(tmp_path)
+
+
+def test_a_damaged_validation_text_is_one_line(data_config: Configs) -> None:
+    dataset = build_dataset(data_config(), progress=False)
+    stream = next(source.validation for source in dataset.sources if source.validation.n_documents)
+    assert stream.record.text is not None
+    path = dataset.directory / stream.record.text.file
+    data = path.read_bytes()
+    path.write_bytes(b"\xff" + data[1:])
+    try:
+        with pytest.raises(UserError, match="document 0 is not UTF-8"):
+            open_dataset(dataset.directory).validation_texts(1)
+    finally:
+        path.write_bytes(data)

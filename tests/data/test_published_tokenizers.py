@@ -147,6 +147,7 @@ def test_named_rules_split_words_as_published(rule: str) -> None:
         ({"tokenizer.ggml.model": "wordpiece"}, "expected gpt2 or llama"),
         ({"tokenizer.ggml.merges": None}, "no `tokenizer.ggml.merges`"),
         ({"tokenizer.ggml.merges": ["abc"]}, "expected two tokens"),
+        ({"tokenizer.ggml.merges": ["no such"]}, "do not belong together"),
         ({"tokenizer.ggml.token_type": [1]}, "differ in length"),
         ({"tokenizer.ggml.tokens": None}, "no usable tokenizer"),
     ],

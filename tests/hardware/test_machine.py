@@ -1,10 +1,11 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from modelworks.hardware import compiler, facts
+from modelworks.hardware import choose_threads, compiler, facts
 from modelworks.hardware.machine import _cpu_quota, _memory_limit
 
 
@@ -75,3 +76,13 @@ def test_compiler_says_what_is_missing(monkeypatch, tmp_path):
     path, reason = compiler()
     assert path is None
     assert "no C++ compiler found" in reason
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads"), [("1", "1"), ("2,1", "2"), ("99", "4"), ("", "4"), ("x", "4"), ("0", "4")]
+)
+def test_fewer_threads_where_the_user_says_so(setting: str, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    choice = choose_threads(replace(facts(), cores=4))
+    assert choice.value == threads
+    assert ("OMP_NUM_THREADS" in choice.reason) == (threads != "4")

@@ -51,3 +51,12 @@ def test_many_runs_have_distinct_looks(tmp_path):
 def test_no_such_run(tmp_path):
     with pytest.raises(FileNotFoundError, match="no run"):
         write_comparison([tmp_path / "nowhere"], tmp_path / "out.html")
+
+
+def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path):
+    one = write_run(tmp_path / "one", losses=[1.0])
+    (tmp_path / "out.html").mkdir()
+    with pytest.raises(OSError, match=r"out\.html'$") as caught:
+        write_comparison([one, one], tmp_path / "out.html")
+    assert caught.value.filename == str(tmp_path / "out.html")
+    assert not list(tmp_path.glob(".*"))

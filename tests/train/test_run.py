@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from modelworks.checkpoint import best_checkpoint, latest_checkpoint, open_checkpoint, open_model
 from modelworks.config import UserError, load_run_config, training_flops_per_token
 from modelworks.data import build_dataset
 from modelworks.records import Record, read_records
-from modelworks.train import TrainingFailed, loop, state, train
+from modelworks.train import TrainingFailed, hooks, job, loop, state, train
 from modelworks.train.recording import RunLog
 from modelworks.train.run_directory import clear, cut_records, locked
 
@@ -361,3 +364,50 @@ def test_compiled_blocks_train_to_the_same_losses(tiny_config: Any, tiny_machine
     assert values(tmp_path / "compiled", "train/loss") == pytest.approx(
         values(tmp_path / "plain", "train/loss"), abs=1e-3
     )
+
+
+def test_resuming_a_run_that_was_at_its_end_loses_nothing(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    config = tiny_config("train.duration=3 steps", "evaluate.samples=1")
+    first = train(config, tmp_path / "run", machine=tiny_machine)
+    again = train(config, tmp_path / "run", resume=True, machine=tiny_machine)
+    assert first.train_loss is not None
+    assert again == replace(first, baselines=again.baselines)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["train_loss"] == first.train_loss
+
+
+def test_damaged_lines_of_the_records_are_left_out(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    with_damage = b'{"step": 1, "name": "a"}\n\xff\x00garbage\n{}\n[]\n3\n'
+    good = b'{"step": 2, "name": "a", "value": 1.0, "unit": "", "kind": "measured", "time": 0}\n'
+    path.write_bytes(with_damage + good)
+    assert [record.step for record in read_records(path)] == [2]
+    cut_records(path, 2)
+    assert path.read_bytes() == b'{"step": 1, "name": "a"}\n' + good
+
+
+def test_samples_and_questions_that_fail_do_not_end_training(
+    tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise UserError("the model's logits are not finite")
+
+    monkeypatch.setattr(hooks, "sample_texts", fails)
+    monkeypatch.setattr(job, "_questions", lambda *_: fails)
+    result = train(tiny_config("train.duration=2 steps", "evaluate.samples=1"), tmp_path / "run", machine=tiny_machine)
+    assert result.steps == 2
+    assert result.checkpoint is not None
+    warnings = [str(r.value) for r in read_records(tmp_path / "run" / "records.jsonl") if r.name == "warning"]
+    assert [text.partition(":")[0] for text in warnings] == ["no samples", "evaluate.tasks"]
+
+
+def test_a_summary_that_cannot_be_written_is_a_warning(
+    tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(run_dir: Path, _: Any) -> None:
+        (run_dir / "summary.json").with_name("none").joinpath("x").write_text("")
+
+    monkeypatch.setattr(job.run_directory, "write_summary", full)
+    said = Console(file=io.StringIO(), width=200)
+    result = train(tiny_config("train.duration=1 steps"), tmp_path / "run", machine=tiny_machine, console=said)
+    assert result.checkpoint is not None
+    assert "cannot be written (No such file or directory)" in said.file.getvalue()  # type: ignore[attr-defined]

@@ -50,16 +50,19 @@ def command(
 
     output = Output(json=json)
     started = time.monotonic()
-    with _Progress(output) as progress:
-        done = convert(
-            src,
-            dst,
-            to,  # type: ignore[arg-type]  # checked above
-            dtype=getattr(torch, DTYPES[dtype]) if dtype else None,
-            max_shard_bytes=max_shard_bytes,
-            overwrite=overwrite,
-            progress=progress,
-        )
+    try:
+        with _Progress(output) as progress:
+            done = convert(
+                src,
+                dst,
+                to,  # type: ignore[arg-type]  # checked above
+                dtype=getattr(torch, DTYPES[dtype]) if dtype else None,
+                max_shard_bytes=max_shard_bytes,
+                overwrite=overwrite,
+                progress=progress,
+            )
+    except OSError as error:
+        raise UserError(f"{dst}: cannot be written ({error.strerror or error})") from None
     seconds = time.monotonic() - started
     output.print(f"{done.source} -> {done.path}")
     output.print(

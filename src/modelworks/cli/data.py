@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def build(
     config: Annotated[Path, typer.Argument(help="A run description (YAML).", metavar="CONFIG")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value changes.", metavar="[KEY=VALUE]...")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value changes.", metavar="KEY=VALUE")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Read, tokenise and store the data of a run description; training does it too. Done before: found again at once.

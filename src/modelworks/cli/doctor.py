@@ -41,9 +41,12 @@ def command(
     modelworks doctor
     modelworks doctor --measure --json
     """
+    import torch
+
     output = Output(json=json)
     found = facts(accelerator=True)
     device = choose_device(found).value
+    torch.set_num_threads(int(choose_threads(found).value))  # as training does: the rates are of these threads
     with output.console.status("measuring …") as status:
         machine = measure_machine(
             device=device, refresh=measure, progress=lambda what: status.update(f"measuring {what} …")

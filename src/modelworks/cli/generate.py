@@ -58,7 +58,9 @@ def command(
     modelworks generate my-run --prompt "def main():" --max-tokens 100
     echo "Why is the sky blue?" | modelworks generate model.gguf --chat --prompt -
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_stdin() if prompt == "-" else prompt
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python passes on bytes that are no text
+        raise UserError("--prompt: not UTF-8 text")
     _check_choice("--dtype", dtype, ("auto", *DTYPES))
     _check_choice("--device", device, ("auto", "cpu", "cuda"))
     if max_tokens < 1:
@@ -158,6 +160,13 @@ def _load(model: str, dtype: str, device: str) -> LoadedModel:
         _say(f"dtype {dtype}: the default on {device}")
     with Console(stderr=True).status(f"loading {model}"):
         return load_model(model, dtype=getattr(torch, DTYPES[dtype]), device=device)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt -: stdin is not UTF-8 text (byte {error.start})") from None
 
 
 def _prompt_ids(loaded: LoadedModel, text: str, chat: bool) -> list[int]:

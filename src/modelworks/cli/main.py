@@ -14,6 +14,7 @@ The file of a command is imported only when that command is called, so `modelwor
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import sys
@@ -40,17 +41,26 @@ COMMANDS = {
     "doctor": "Say what this machine has and what will be chosen for it.",
 }
 
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
+
 # typer does not export these two: the base of all its complaints about a command line, whatever its version
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def run() -> None:
     """The console script: runs the command line and exits."""
-    code = main(sys.argv[1:])
-    try:  # what is still buffered: a reader that left is no failure here either
-        sys.stdout.flush()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller (`>&-`): Python then has no stream at all
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open as long as the process
+    try:
+        code = main(sys.argv[1:])
+        sys.stdout.flush()  # what is still buffered: a reader that left is no failure here either
     except BrokenPipeError:
         _silence_stdout()
+    except OSError as error:  # stdout itself cannot be written, such as a file on a full disk
+        _silence_stdout()
+        print(f"error: writing failed ({error.strerror})", file=sys.stderr)
+        code = FAILED
     sys.exit(code)
 
 
@@ -85,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        write_error(_unexpected(error), FAILED, json=json)
+        write_error(_not_written(error) or _unexpected(error), FAILED, json=json)
         return FAILED
 
 
@@ -152,6 +162,14 @@ def _register(app: typer.Typer, name: str, function: Callable[..., Any]) -> None
 def _see_help(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     return f" (see `{context.command_path} --help`)" if context else ""
+
+
+def _not_written(error: Exception) -> str | None:
+    """What to say where a file cannot be written: a full disk, a place without permission. None for other errors."""
+    if not isinstance(error, OSError) or error.errno not in _CANNOT_WRITE:
+        return None
+    place = error.filename2 or error.filename
+    return f"{place}: cannot be written ({error.strerror})" if place else f"writing failed ({error.strerror})"
 
 
 def _unexpected(error: Exception) -> str:

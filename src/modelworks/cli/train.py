@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def command(
     config: Annotated[Path, typer.Argument(help="A run description (YAML).", metavar="CONFIG")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value changes.", metavar="[KEY=VALUE]...")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value changes.", metavar="KEY=VALUE")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last complete checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over, removing the earlier run.")] = False,
     dry_run: Annotated[
@@ -61,9 +61,13 @@ def command(
         write_report(run_dir)
         write_error(str(error), FAILED, json=json)
         raise typer.Exit(FAILED) from None
-    report = write_report(run_dir)
+    try:
+        report: str | None = str(write_report(run_dir))
+    except OSError as error:
+        report = None
+        output.print(f"warning: {error.filename}: cannot be written ({error.strerror})")
     again = " ".join([_program(), "train", str(config), *_quoted(overrides or []), *_runs_option(runs_dir), "--resume"])
-    output.result({**asdict(result), "report": str(report)})
+    output.result({**asdict(result), "report": report})
     if result.stopped_by and not result.last_save_failed:
         output.print(
             f"stopped by {result.stopped_by} at step {result.steps}, saved {result.checkpoint}; go on with: {again}"
@@ -75,7 +79,7 @@ def command(
     _print_end(run, result, report, runs_dir, output)
 
 
-def _print_end(run: RunConfig, result: Result, report: Path, runs_dir: Path, output: Output) -> None:
+def _print_end(run: RunConfig, result: Result, report: str | None, runs_dir: Path, output: Output) -> None:
     """What a newcomer wants to know at the end, and what to do next."""
     if result.val_bits_per_byte is not None:
         others = ", ".join(f"{name} {value:.3f}" for name, value in result.baselines.items())

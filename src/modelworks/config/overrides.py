@@ -29,7 +29,7 @@ def apply_overrides(
     for text in overrides:
         key, equals, written = text.partition("=")
         key = key.strip().removeprefix("--")
-        if not equals or not key or not written.strip():
+        if not equals or not all(key.split(".")) or not written.strip():
             problems.append(Problem(key or text, text, "key=value, such as train.global_batch=32 (null for none)"))
             continue
         try:

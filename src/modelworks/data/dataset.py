@@ -108,13 +108,15 @@ def open_dataset(directory: str | Path, *, reused: bool = True) -> Dataset:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
+        if version != FORMAT_VERSION:
+            raise UserError(f"{path}: format version {version}, this Modelworks reads {FORMAT_VERSION}: build it again")
+        for record in _files(manifest):
+            check_size(root, record)
+        return Dataset(root, manifest, reused=reused)
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a data set's manifest ({error})") from None
-    if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {version}, this Modelworks reads {FORMAT_VERSION}: build it again")
-    for record in _files(manifest):
-        check_size(root, record)
-    return Dataset(root, manifest, reused=reused)
 
 
 def _files(manifest: dict[str, Any]) -> list[FileRecord]:

@@ -155,7 +155,12 @@ class TokenStream:
         if not hasattr(self, "_text_starts"):
             self._text_starts = np.concatenate([[0], np.cumsum(self.text_bytes)])
             self._text_map = _map(self._root / self.record.text.file, np.dtype(np.uint8))
-        return bytes(self._text_map[self._text_starts[number] : self._text_starts[number + 1]]).decode("utf-8")
+        data = bytes(self._text_map[self._text_starts[number] : self._text_starts[number + 1]])
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            place = self._root / self.record.text.file
+            raise UserError(f"{place}: corrupt, document {number} is not UTF-8: {_remedy(self._root)}") from None
 
     def _shard(self, number: int) -> NDArray[Any]:
         if number not in self._maps:

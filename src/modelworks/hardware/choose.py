@@ -5,6 +5,7 @@ Every choice comes with its reason, which is printed and recorded. No torch is i
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from modelworks.config import UserError
@@ -74,7 +75,13 @@ def _precision_by_features(machine_facts: MachineFacts) -> Choice:
 
 
 def choose_threads(machine_facts: MachineFacts) -> Choice:
-    """Threads for torch: one for each core that this process may use."""
+    """Threads for torch: one for each core that this process may use, or fewer where OMP_NUM_THREADS says so.
+
+    Never more: threads that share a core wait for each other in busy loops, which costs a hundredfold.
+    """
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list gives nested levels
+    if wanted.isdigit() and 0 < int(wanted) < machine_facts.cores:
+        return Choice(str(int(wanted)), f"OMP_NUM_THREADS={wanted} is set")
     return Choice(str(machine_facts.cores), f"one a usable core ({machine_facts.cores_reason})")
 
 

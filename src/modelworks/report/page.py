@@ -6,6 +6,7 @@ prompt, a path) can become markup.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -37,8 +38,13 @@ def write_page(path: Path, template: str, *, title: str, **values: Any) -> Path:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8", errors="replace")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8", errors="replace")
+        unfinished.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return path
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from modelworks.checkpoint import retain
-from modelworks.config import format_count
+from modelworks.config import UserError, format_count
 from modelworks.data import Dataset, ScoredText, TrainLoader
 from modelworks.train.derivation import Derived
 from modelworks.train.evaluation.samples import sample_texts
@@ -90,7 +90,12 @@ class Validation:
         )
         with self.derived.precision.autocast(self.derived.device):
             seed = self.derived.config.seed
-            self.samples = list(sample_texts(state.model, self.dataset.tokenizer, self.prompts, seed=seed))
+            try:
+                self.samples = list(sample_texts(state.model, self.dataset.tokenizer, self.prompts, seed=seed))
+            except UserError as error:  # weights that are no longer finite: for the next step to judge
+                self.samples = []
+                self.log.event(state.step, "warning", f"no samples: {error}")
+                self.terminal.say(f"warning: step {state.step}: no samples: {error}")
             for prompt, text in self.samples:
                 self.log.event(state.step, "sample", {"prompt": prompt, "text": text})
                 self.terminal.say(f"  sample: {prompt!r} -> {text!r}")
@@ -107,7 +112,13 @@ class Questions:
 
     def after_step(self, state: TrainState, done: StepDone) -> None:
         if done.last or (self.every and done.step % self.every == 0 and not done.stopping):
-            for name, value in self.evaluate(state).items():
+            try:
+                figures = self.evaluate(state)
+            except UserError as error:  # a question that does not fit the model is no reason to lose the run
+                self.log.event(state.step, "warning", f"evaluate.tasks: {error}")
+                self.terminal.say(f"warning: step {state.step}: evaluate.tasks: {error}")
+                return
+            for name, value in figures.items():
                 self.log.figure(state.step, name, value)
                 state.metrics[name] = value
                 self.terminal.say(f"step {state.step}: {name} {value:.4f}")
@@ -187,6 +198,6 @@ def describe_speed(recording: Recording) -> str:
     """The run's median speed and utilisation in words."""
     speeds = sorted(recording.speeds)
     if not speeds:
-        return "no steps"
+        return "nothing was left to do"
     median = speeds[len(speeds) // 2]
     return f"{format_count(median)} tokens/s, {recording.mfu(median):.1%} of the machine's peak"

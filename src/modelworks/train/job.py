@@ -26,7 +26,7 @@ from modelworks.train.hooks import Checkpoints, Questions, Recording, Validation
 from modelworks.train.loop import Hook, TrainingFailed, run_steps
 from modelworks.train.profiling import Profile
 from modelworks.train.recording import MemoryMeter, RunLog
-from modelworks.train.result import Result, build_result
+from modelworks.train.result import Result, build_result, with_earlier_figures
 from modelworks.train.start import build_state, check_vocabulary
 from modelworks.train.state import TrainState
 from modelworks.train.stopping import stop_on_signals
@@ -77,6 +77,7 @@ def train(
         if overwrite:
             run_directory.clear(run_dir)
         run_directory.cut_records(run_dir / "records.jsonl", state.step)
+        earlier_summary = run_directory.read_summary(run_dir)
         (run_dir / "summary.json").unlink(missing_ok=True)
         run_directory.write_config(run_dir, derived.config)
         log = RunLog(run_dir, first_step=state.step)
@@ -147,8 +148,13 @@ def train(
                 state, derived, loader, recording, validation, checkpoints, baselines, started, stop.signal
             )
             log.figure(state.step, "memory/training_peak", memory.peak() - memory.at_reset, "bytes")
+            if not recording.losses:
+                result = with_earlier_figures(result, earlier_summary)
             if not result.stopped_by:
-                run_directory.write_summary(run_dir, asdict(result))
+                try:
+                    run_directory.write_summary(run_dir, asdict(result))
+                except OSError as error:
+                    console.print(f"warning: {error.filename}: cannot be written ({error.strerror})", markup=False)
                 console.print(f"done: {state.step} steps, {describe_speed(recording)}", markup=False)
             return result
         finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modelworks.config import count_parameters
@@ -36,6 +37,14 @@ class Result:
     sample: dict[str, str] | None = None
     stopped_by: str | None = None
     last_save_failed: bool = False
+
+
+def with_earlier_figures(result: Result, summary: Mapping[str, Any]) -> Result:
+    """The result of a run that was at its end already: what its steps measured is in the summary written then."""
+    if summary.get("steps") != result.steps:
+        return result
+    of_steps = ("train_loss", "tokens_per_second", "mfu", "seconds", "peak_memory", "sample")
+    return replace(result, **{name: summary[name] for name in of_steps if summary.get(name) is not None})
 
 
 def build_result(

@@ -75,19 +75,28 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     write_atomically(run_dir / "summary.json", json.dumps(summary, indent=1, default=str) + "\n")
 
 
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """What a run that ended wrote; empty where there is none, or none that can be read."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
 def cut_records(path: Path, step: int) -> int:
-    """Drop the records after `step`, and a torn last line; returns how many were dropped."""
+    """Drop the records after `step`, and lines that are none (torn, damaged); returns how many were dropped."""
     if not path.exists():
         return 0
     kept, dropped = [], 0
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for line in lines:
             try:
-                keep = line.endswith("\n") and json.loads(line)["step"] <= step
-            except (json.JSONDecodeError, KeyError, TypeError):
+                keep = line.endswith(b"\n") and json.loads(line)["step"] <= step
+            except (ValueError, KeyError, TypeError):
                 keep = False
             if keep:
-                kept.append(line)
+                kept.append(line.decode("utf-8"))
             else:
                 dropped += 1
     if dropped:
@@ -96,10 +105,14 @@ def cut_records(path: Path, step: int) -> int:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, sees the old text or the new one."""
+    """Replace a file so that a reader, or a crash, sees the old text or the new one. Raises OSError naming `path`."""
     unfinished = path.with_name(f".{path.name}.tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

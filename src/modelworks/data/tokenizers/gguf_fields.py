@@ -86,7 +86,10 @@ def _byte_level(pieces: list[Piece], merges: list[str], rule: str) -> Any:
     if broken is not None:
         raise UserError(f"GGUF: tokenizer.ggml.merges holds `{broken}`, expected two tokens")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=rule in _LLAMA3_NAMES))
+    try:
+        backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=rule in _LLAMA3_NAMES))
+    except Exception as error:  # the library raises no narrower kind; e.g. a merge of tokens that are not there
+        raise UserError(f"GGUF: tokenizer.ggml.tokens and merges do not belong together ({error})") from None
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule in _GPT2_NAMES + _DIGITS_NAMES)
     if rule in _GPT2_NAMES:
         backend.pre_tokenizer = byte_level
