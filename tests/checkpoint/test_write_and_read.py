@@ -230,6 +230,14 @@ def test_impossible_tensors_are_refused_before_memory_is_taken(tmp_path: Path) -
             open_checkpoint(path)
 
 
+@pytest.mark.parametrize("step", [-1, 10**400, 1.5, None])
+def test_impossible_steps_are_refused(tmp_path: Path, step: object) -> None:
+    path = write(tmp_path, 1)
+    edit_manifest(path, step=step)
+    with pytest.raises(CheckpointError, match=r"step: .*corrupted"):
+        open_checkpoint(path)
+
+
 def test_pieces_are_put_together(tmp_path: Path) -> None:
     """The seam for sharded writers: a logical tensor in two pieces of two files reads as one."""
     path = write(tmp_path, 1, sections={"model": {"w": torch.zeros(1)}})

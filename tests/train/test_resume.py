@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelworks.checkpoint import latest_checkpoint, open_checkpoint
+from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
 from modelworks.config import UserError, dump_yaml
 from modelworks.data import TrainLoader, build_dataset
 from modelworks.records import read_records
@@ -113,19 +113,19 @@ def test_killed_before_the_first_checkpoint_starts_again(
     assert_same_run(run_dir, uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 5), (signal.SIGINT, 5), (signal.SIGTERM, 4)])
 def test_a_signal_finishes_the_step_saves_and_can_be_resumed(
-    number: signal.Signals, tiny_config: Any, tiny_machine: Any, uninterrupted: Path, tmp_path: Path,
+    number: signal.Signals, step: int, tiny_config: Any, tiny_machine: Any, uninterrupted: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     run_dir = tmp_path / "run"
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        at_step(patch, 4, lambda: os.kill(os.getpid(), number))
+        at_step(patch, step - 1, lambda: os.kill(os.getpid(), number))
         result = train(tiny_config(), run_dir, machine=tiny_machine)
-    assert (result.stopped_by, result.steps) == (number.name, 5)
+    assert (result.stopped_by, result.steps) == (number.name, step)
     assert result.checkpoint is not None
-    assert result.checkpoint.endswith("step-00000005")
+    assert result.checkpoint.endswith(f"step-0000000{step}")
     assert not (run_dir / "summary.json").exists()
     assert signal.getsignal(number) is before
     train(tiny_config(), run_dir, resume=True, machine=tiny_machine)
@@ -247,3 +247,15 @@ def test_another_best_metric_is_not_compared_with_the_old(tiny_config: Any, tiny
     other = "evaluate.best_metric=val_perplexity"
     train(tiny_config(*rarely, "train.duration=5 steps", other), run_dir, resume=True, machine=tiny_machine)
     assert (run_dir / "checkpoints" / "step-00000004").exists()
+
+
+@pytest.mark.parametrize("change", [{"updates": "many"}, {"updates": None}, {"best": 3}, {"loss_scaler": {}}])
+def test_a_training_state_that_makes_no_sense_is_one_line(
+    change: dict[str, Any], tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("train.duration=1 steps", "train.precision=fp16")
+    train(config, tmp_path / "run", machine=tiny_machine)
+    real = Checkpoint.state.func  # type: ignore[attr-defined]
+    monkeypatch.setattr(Checkpoint, "state", property(lambda checkpoint: {**real(checkpoint), **change}))
+    with pytest.raises(UserError, match="its training state cannot be used here"):
+        train(config, tmp_path / "run", resume=True, machine=tiny_machine)

@@ -74,7 +74,7 @@ class Manifest(_Part):
     version: int
     created: str
     writer: str
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, lt=2**63)
     model: dict[str, Any]
     config: dict[str, Any] | None
     layout: dict[str, Any]
@@ -83,6 +83,9 @@ class Manifest(_Part):
     files: dict[str, FileEntry]
     state: dict[str, Any]
     metrics: dict[str, Any]
+
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -156,7 +159,7 @@ def decode_numbers(value: Any) -> Any:
     """The inverse of `encode_numbers`."""
     if isinstance(value, dict):
         if set(value) == {"non_finite"}:
-            return float(value["non_finite"])
+            return _NON_FINITE.get(str(value["non_finite"]), value)
         return {key: decode_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
         return [decode_numbers(item) for item in value]

@@ -72,6 +72,11 @@ class Validation:
         if done.last or (done.step % self.derived.evaluate_every == 0 and not done.stopping):
             self.run(state)
 
+    def catch_up(self, state: TrainState) -> None:
+        """The evaluation that was due where a signal stopped the run, before it goes on."""
+        if state.step and state.step % self.derived.evaluate_every == 0 and not state.metrics:
+            self.run(state)
+
     def run(self, state: TrainState) -> None:
         score = self.latest = score_text(state.model, self.text, precision=self.derived.precision)
         figures = {
@@ -146,6 +151,11 @@ class Checkpoints:
         improved = self._improved(state)
         intervals = (self.derived.checkpoint_every, self.derived.keep_every)
         if improved or done.last or any(every and done.step % every == 0 for every in intervals):
+            self.save(state)
+
+    def catch_up(self, state: TrainState) -> None:
+        """Save what an evaluation before the first step found to be the best."""
+        if self._improved(state):
             self.save(state)
 
     def save(self, state: TrainState) -> None:

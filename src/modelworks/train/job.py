@@ -133,6 +133,8 @@ def train(
             with terminal, stop_on_signals() as stop, Profile(run_dir if profile else None, derived) as profiling:
                 hooks.append(profiling)
                 terminal.start(state.step)
+                validation.catch_up(state)
+                checkpoints.catch_up(state)
                 try:
                     run_steps(state, derived, loader.iterate(state.step), hooks, stop)
                 except TrainingFailed as error:

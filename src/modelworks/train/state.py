@@ -59,13 +59,13 @@ class TrainState:
         values = checkpoint.state
         try:
             self.optimizer.load_state(checkpoint.tensors("optimizer"), int(values["updates"]))
-        except ValueError as error:
-            raise UserError(f"{checkpoint.path}: {error}") from None
-        if self.scaler and values["loss_scaler"]:
-            self.scaler.load_state(values["loss_scaler"])
+            if self.scaler:
+                self.scaler.load_state(values["loss_scaler"])
+            best = values["best"]
+            self.best = None if best is None else (float(best["value"]), int(best["step"]))
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(f"{checkpoint.path}: its training state cannot be used here: {error}") from None
         self.step = checkpoint.step
-        best = values["best"]
-        self.best = None if best is None else (float(best["value"]), int(best["step"]))
         self.metrics = checkpoint.metrics
 
     def _values(self) -> dict[str, Any]:
