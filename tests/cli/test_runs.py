@@ -103,3 +103,14 @@ def test_compare(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "the same" in call(capfd, "compare", "one", "one")
     assert "at least two" in call(capfd, "compare", "one", code=2)
     assert "did you mean `three`" in call(capfd, "compare", "one", "thre", code=2)
+
+
+def test_a_directory_of_runs_that_is_not_there_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    for name, reason in (("file", "not a directory"), ("nowhere", "not there")):
+        assert frame.main(["runs", "ls", "--runs-dir", name]) == 2
+        assert capsys.readouterr().err == f"error: --runs-dir: {name} is {reason}\n"
+    assert frame.main(["runs", "ls"]) == 0

@@ -64,6 +64,8 @@ def test_a_dry_run_counts_and_leaves_nothing(
     assert values["parameters"] == sum(values["parameters_by_component"].values())
     assert values["memory"]["total"] > 0
     assert not (tmp_path / "runs").exists()
+    assert main(["train", str(config_file), "init_from=/nowhere", "--dry-run"]) == 2
+    assert "/nowhere: no such model" in capsys.readouterr().err
     assert main(["train", str(config_file), "train.duration=1 epochs", "--dry-run"]) == 2
     assert "is known only with the data" in capsys.readouterr().err
 

@@ -225,6 +225,25 @@ def test_an_unknown_best_metric_is_refused_before_training(tiny_config: Any, tin
         train(tiny_config("evaluate.best_metric=val_acc"), tmp_path / "run", machine=tiny_machine)
 
 
+def test_what_is_only_named_is_looked_for_before_the_data_are_built(
+    tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "build_dataset", lambda *_, **__: pytest.fail("the data were built"))
+    for override in ("init_from=/nowhere", "evaluate.best_metric=val_acc", "evaluate.tasks=[arc_eazy]"):
+        with pytest.raises(UserError, match=r"/nowhere|best_metric|arc_easy|lm_eval|harness"):
+            train(tiny_config(override), tmp_path / "run", machine=tiny_machine)
+
+
+def test_fp16_that_overflows_at_every_scale_is_a_failure_that_says_so(
+    tiny_config: Any, tiny_machine: Any, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        "train.precision=fp16", "train.loss_scale.initial=1e-4", "optimizer.lr=1e38", "train.grad_clip=null"
+    )
+    with pytest.raises(TrainingFailed, match=r"step \d+: gradients overflow fp16 .* optimizer\.lr.*step-0"):
+        train(config, tmp_path / "run", machine=tiny_machine)
+
+
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_state_before_it(
     tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

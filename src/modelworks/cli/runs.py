@@ -24,6 +24,8 @@ def list_runs(runs_dir: RunsDirectory = Path("runs"), json: JsonFlag = False) ->
     modelworks runs ls --json | tail -1
     """
     output = Output(json=json)
+    if not runs_dir.is_dir() and (runs_dir.exists() or runs_dir != Path("runs")):
+        raise UserError(f"--runs-dir: {runs_dir} is {'not a directory' if runs_dir.exists() else 'not there'}")
     runs = [read_figures(path) for path in all_runs(runs_dir)]
     if runs:
         output.console.print(_table([_headings(), *map(_row, runs)]))

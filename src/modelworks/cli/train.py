@@ -95,8 +95,9 @@ def _print_end(run: RunConfig, result: Result, report: str | None, runs_dir: Pat
 
 def _dry_run(run: RunConfig, output: Output) -> dict[str, Any]:
     """Everything that can be known without the data and without a step."""
-    from modelworks.train import derive, measure, print_decisions
+    from modelworks.train import check_references, derive, measure, print_decisions
 
+    check_references(run)
     derived = derive(run, measure(run, output.console))
     print_decisions(derived, output.console)
     count = count_parameters(run.model)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from modelworks.train.evaluation.tasks import TaskRunner as TaskRunner
     from modelworks.train.evaluation.validation import TextScore as TextScore
     from modelworks.train.evaluation.validation import score_text as score_text
+    from modelworks.train.job import check_references as check_references
     from modelworks.train.job import measure as measure
     from modelworks.train.job import train as train
     from modelworks.train.loop import TrainingFailed as TrainingFailed
@@ -27,6 +28,7 @@ _HOME = {
     "TaskRunner": "evaluation.tasks",
     "TextScore": "evaluation.validation",
     "TrainingFailed": "loop",
+    "check_references": "job",
     "derive": "derivation",
     "keep_freed_memory": "allocator",
     "measure": "job",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
-from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
+from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, open_model
 from modelworks.config import RunConfig, UserError, resume_differences, training_flops_per_token
 from modelworks.data import Dataset, TrainLoader, build_dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine, choose_threads, facts, measure_machine, peak_flops
@@ -31,6 +31,9 @@ from modelworks.train.start import build_state, check_vocabulary
 from modelworks.train.state import TrainState
 from modelworks.train.stopping import stop_on_signals
 from modelworks.train.terminal import Terminal
+
+if TYPE_CHECKING:
+    from modelworks.train.evaluation.tasks import TaskRunner
 
 
 def train(
@@ -52,6 +55,7 @@ def train(
     started = time.monotonic()
     with run_directory.locked(run_dir):
         run_directory.check_use(run_dir, resume=resume, overwrite=overwrite)
+        tasks = check_references(config)
         checkpoint = _find_checkpoint(run_dir, console) if resume else None
         machine = machine or measure(config, console)
         dataset = build_dataset(config.data, progress=not console.quiet)
@@ -65,7 +69,7 @@ def train(
             )
             _check_same_texts(checkpoint, dataset)
         remarks = check_vocabulary(config, dataset)
-        questions = _questions(derived, dataset.tokenizer)
+        questions = _questions(tasks, derived, dataset.tokenizer)
 
         memory = MemoryMeter(derived.device)
         memory.reset()
@@ -163,6 +167,29 @@ def train(
             log.close()
 
 
+def check_references(config: RunConfig) -> TaskRunner | None:
+    """What the configuration only names must be there: the weights to start from, the question sets, the best metric.
+
+    Needs no data, so that a slip is told before they are built. Returns the question sets, ready to be asked.
+    """
+    if config.init_from:
+        open_model(config.init_from)
+    settings = config.evaluate
+    known = ["val_loss", "val_perplexity", "val_bits_per_byte"]
+    tasks = None
+    if settings.tasks:
+        from modelworks.train.evaluation.tasks import TaskRunner
+
+        tasks = TaskRunner(settings.tasks, task_path=settings.task_path, limit=settings.tasks_limit)
+        known += tasks.metric_names()
+    if settings.best_metric not in known:
+        raise UserError(
+            f"evaluate.best_metric: got `{settings.best_metric}`, expected one that this run measures: "
+            f"{', '.join(known)}"
+        )
+    return tasks
+
+
 def measure(config: RunConfig, console: Console) -> Machine:
     """This machine's figures, on the device that the run will use, with the threads that it will use."""
     found = facts(accelerator=True)
@@ -206,24 +233,12 @@ def _measure_of_best(config: RunConfig) -> tuple[str, str]:
     return config.evaluate.best_metric, config.evaluate.best_mode
 
 
-def _questions(derived: Derived, tokenizer: Any) -> Any:
-    """What runs the configured question sets, checked before the first step; None where there are none."""
-    settings = derived.config.evaluate
-    known = ["val_loss", "val_perplexity", "val_bits_per_byte"]
-    run = None
-    if settings.tasks:
-        from modelworks.train.evaluation.tasks import TaskRunner
+def _questions(tasks: TaskRunner | None, derived: Derived, tokenizer: Any) -> Any:
+    """What asks the configured question sets; None where there are none."""
+    if tasks is None:
+        return None
 
-        runner = TaskRunner(settings.tasks, task_path=settings.task_path, limit=settings.tasks_limit)
-        known += runner.metric_names()
-        precision = derived.precision
+    def run(state: TrainState) -> dict[str, float]:
+        return dict(tasks.run(state.model, tokenizer, precision=derived.precision))
 
-        def run(state: TrainState) -> dict[str, float]:
-            return dict(runner.run(state.model, tokenizer, precision=precision))
-
-    if settings.best_metric not in known:
-        raise UserError(
-            f"evaluate.best_metric: got `{settings.best_metric}`, expected one that this run measures: "
-            f"{', '.join(known)}"
-        )
     return run

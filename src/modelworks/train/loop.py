@@ -17,6 +17,8 @@ from modelworks.train.state import TrainState
 from modelworks.train.step import NonFiniteStep, StepResult, train_step
 from modelworks.train.stopping import StopRequest
 
+_REMEDY = "nothing was updated. A lower optimizer.lr, a longer schedule.warmup or train.precision=fp32 usually help"
+
 
 class TrainingFailed(Exception):
     """The run cannot go on, and it is not a mistake in the configuration; the message says what was kept."""
@@ -65,6 +67,8 @@ def run_steps(
             )
         except NonFiniteStep as error:
             raise TrainingFailed(_explain(error, state.step, derived)) from error
+        except FloatingPointError as error:  # fp16 whose loss scale cannot fall any lower
+            raise TrainingFailed(f"step {state.step + 1}: {error}; {_REMEDY}") from error
         state.step += 1
         state.metrics = {}
         done = StepDone(
@@ -86,7 +90,4 @@ def _explain(error: NonFiniteStep, step: int, derived: Derived) -> str:
     if error.rows:
         first, end = error.rows
         where = f" (first in samples {step * batch + first} to {step * batch + end - 1})"
-    return (
-        f"{what}{where}; nothing was updated. A lower optimizer.lr, a longer schedule.warmup or train.precision=fp32 "
-        f"usually help"
-    )
+    return f"{what}{where}; {_REMEDY}"
