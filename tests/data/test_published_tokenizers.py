@@ -56,6 +56,7 @@ def ours() -> Tokenizer:
     return Tokenizer.from_gguf(smollm_fields())
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_a_tokenizer(ours: Tokenizer, tmp_path: Path) -> None:
     assert Tokenizer.load(smollm()).fingerprint() == ours.fingerprint()
     with smollm().open("rb") as whole:
