@@ -58,5 +58,5 @@ $(DEVELOPMENT): $(RUNTIME)
 	@touch $@
 
 $(BENCHMARK): $(DEVELOPMENT) benchmarks/requirements.txt
-	$(PIP) --requirement benchmarks/requirements.txt
+	$(PIP) --no-deps --requirement benchmarks/requirements.txt
 	@touch $@

@@ -240,7 +240,7 @@ def test_fp16_that_overflows_at_every_scale_is_a_failure_that_says_so(
     config = tiny_config(
         "train.precision=fp16", "train.loss_scale.initial=1e-4", "optimizer.lr=1e38", "train.grad_clip=null"
     )
-    with pytest.raises(TrainingFailed, match=r"step \d+: gradients overflow fp16 .* optimizer\.lr.*step-0"):
+    with pytest.raises(TrainingFailed, match=r"step \d+: gradients overflow fp16 .* optimizer\.lr.*there is no checkpoint yet"):
         train(config, tmp_path / "run", machine=tiny_machine)
 
 
@@ -262,6 +262,27 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_state_before_it(
     path = latest_checkpoint(run_dir / "checkpoints")
     assert path is not None
     assert all(tensor.isfinite().all() for _, tensor in open_checkpoint(path).tensors("model"))
+
+
+def test_weights_that_are_not_finite_never_become_the_newest_checkpoint(
+    tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.train_step
+
+    def exploding(model: Any, *rest: Any, step: int, **named: Any) -> Any:
+        result = real(model, *rest, step=step, **named)
+        if step == 4:
+            model.final_norm.weight.data[0] = math.inf
+        return result
+
+    monkeypatch.setattr(loop, "train_step", exploding)
+    run_dir = tmp_path / "run"
+    with pytest.raises(TrainingFailed, match=r"step 6: .*the last good checkpoint is step-00000004"):
+        train(tiny_config(), run_dir, machine=tiny_machine)
+    assert any("final_norm.weight" in str(r.value) for r in records(run_dir) if r.name == "warning")
+    path = latest_checkpoint(run_dir / "checkpoints")
+    assert path is not None
+    assert path.name == "step-00000004"
 
 
 def test_a_failing_save_is_a_warning_and_the_last_good_one_stays(

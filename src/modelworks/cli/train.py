@@ -90,7 +90,8 @@ def _print_end(run: RunConfig, result: Result, report: str | None, runs_dir: Pat
         output.print(f"a sample:\n\n{indent(result.sample['prompt'] + result.sample['text'].rstrip(), '    ')}\n")
     output.print(f"checkpoint: {result.checkpoint}")
     output.print(f"report:     {report}")
-    output.print(f"go on with: {_program()} generate {_model_name(run, runs_dir)} --prompt 'def '")
+    prompt = shlex.quote(result.sample["prompt"].rstrip() if result.sample else "def ")
+    output.print(f"go on with: {_program()} generate {_model_name(run, runs_dir)} --prompt {prompt}")
 
 
 def _dry_run(run: RunConfig, output: Output) -> dict[str, Any]:

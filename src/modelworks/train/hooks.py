@@ -162,16 +162,25 @@ class Checkpoints:
         """Save unless this very step is saved already."""
         if self._saved_step == state.step:
             return
+        broken = next((name for name, p in state.model.named_parameters() if not bool(p.isfinite().all())), None)
+        if broken:
+            # Saved, it would be the newest checkpoint, and retention would remove good ones for its sake.
+            self.failed = True
+            self._warn(state, f"the weights are not finite any more ({broken}), so they are not saved; {self.kept()}")
+            return
         try:
             self.latest = state.save(self.directory, self.derived.config, self.dataset)
         except OSError as error:
             self.failed = True
-            kept = f"the last good checkpoint is {self.latest.name}" if self.latest else "there is no checkpoint yet"
-            self._warn(state, f"the checkpoint could not be written ({error.strerror or error}); {kept}")
+            self._warn(state, f"the checkpoint could not be written ({error.strerror or error}); {self.kept()}")
             return
         self.failed, self._saved_step = False, state.step
         self.log.event(state.step, "checkpoint", str(self.latest))
         self._remove_old(state)
+
+    def kept(self) -> str:
+        """In words, what a reader can go back to."""
+        return f"the last good checkpoint is {self.latest.name}" if self.latest else "there is no checkpoint yet"
 
     def _remove_old(self, state: TrainState) -> None:
         settings = self.derived.config
@@ -189,7 +198,8 @@ class Checkpoints:
     def _warn(self, state: TrainState, text: str) -> None:
         text = f"step {state.step}: {text}"
         self.log.event(state.step, "warning", text)
-        self.terminal.say(f"warning: {text}; training goes on")
+        goes_on = "; training goes on" if state.step < self.derived.total_steps else ""
+        self.terminal.say(f"warning: {text}{goes_on}")
 
     def _improved(self, state: TrainState) -> bool:
         """Whether this step's evaluation is the best so far; remembers it."""

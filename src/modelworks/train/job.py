@@ -144,8 +144,7 @@ def train(
                 except TrainingFailed as error:
                     log.event(state.step, "warning", str(error))
                     checkpoints.save(state)
-                    kept = f"; the state before it is {checkpoints.latest}" if checkpoints.latest else ""
-                    raise TrainingFailed(f"{error}{kept}") from error
+                    raise TrainingFailed(f"{error}; {checkpoints.kept()}") from error
                 # Already saved unless a signal stopped the run between two checkpoints.
                 checkpoints.save(state)
             if profiling.table:
