@@ -100,7 +100,7 @@ def main() -> None:
 
 def compare(precision: str, rounds: int, flops: float, machine: Machine) -> dict[str, Any]:
     """One precision: every contender in all its forms, taking turns."""
-    peak, shapes = peak_flops(machine, precision).flops, shape_rates(precision)
+    peak = peak_flops(machine, precision).flops
     contenders, failures = start(precision)
     for turn in range(rounds):
         for contender in contenders:
@@ -110,6 +110,7 @@ def compare(precision: str, rounds: int, flops: float, machine: Machine) -> dict
     for contender in contenders:
         contender.process.kill()
         contender.process.wait()
+    shapes = shape_rates(precision)
     ours = max((c for c in contenders if c.ours), key=lambda c: c.tokens_per_second)
     rows = []
     for contender in sorted(contenders, key=lambda c: -c.tokens_per_second):
