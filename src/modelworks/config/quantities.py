@@ -68,7 +68,7 @@ def exact_bytes(value: int) -> str:
 def format_count(value: float) -> str:
     """15_700_000 -> `15.7M`: three significant digits, for people."""
     for size, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if abs(value) >= size:
+        if abs(value) >= 0.9995 * size:  # 999,500 and more round to 1M, not to 1e+03K
             return f"{value / size:.3g}{suffix}"
     return f"{value:.3g}"
 

@@ -12,10 +12,10 @@ def count(value: float | None) -> str:
     """15_700_000 -> `15.7M`."""
     if value is None or not math.isfinite(value):
         return MISSING if value is None else str(value)
-    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "K")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if suffix == 'K' else size):.3g}{suffix}"
-    return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"
+    for size, suffix, least in ((1e12, "T", 1e12), (1e9, "B", 1e9), (1e6, "M", 1e6), (1e3, "K", 1e4)):
+        if abs(value) >= 0.9995 * least:  # 999,500 and more round to 1M, not to 1e+03K
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 or value == int(value) else f"{value:.3g}"
 
 
 def size(value: float | None) -> str:
