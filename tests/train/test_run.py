@@ -240,7 +240,9 @@ def test_fp16_that_overflows_at_every_scale_is_a_failure_that_says_so(
     config = tiny_config(
         "train.precision=fp16", "train.loss_scale.initial=1e-4", "optimizer.lr=1e38", "train.grad_clip=null"
     )
-    with pytest.raises(TrainingFailed, match=r"step \d+: gradients overflow fp16 .* optimizer\.lr.*there is no checkpoint yet"):
+    with pytest.raises(
+        TrainingFailed, match=r"step \d+: gradients overflow fp16 .* optimizer\.lr.*there is no checkpoint yet"
+    ):
         train(config, tmp_path / "run", machine=tiny_machine)
 
 
