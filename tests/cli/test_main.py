@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -175,6 +176,7 @@ def test_json_is_strict() -> None:
     assert "\n" not in line
 
 
+@pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize(
     ("redirection", "code", "message"),
     [
@@ -183,9 +185,12 @@ def test_json_is_strict() -> None:
         (">&- 2>&-", 0, ""),
     ],
 )
-def test_an_output_that_cannot_be_written_is_no_trace(redirection: str, code: int, message: str) -> None:
+def test_an_output_that_cannot_be_written_is_no_trace(
+    redirection: str, code: int, message: str, buffered: bool
+) -> None:
     command = f"{shlex.join([*PROGRAM, '--version'])} {redirection}"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stderr.strip()) == (code, message)
 
 

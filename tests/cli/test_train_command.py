@@ -84,7 +84,7 @@ def test_a_signal_exits_with_75_and_says_how_to_go_on(
     assert main(["train", str(config_file), "train.duration=3 steps"]) == 75
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line.startswith("stopped by SIGTERM at step 2, saved runs/tiny/checkpoints/step-00000002; go on with: ")
-    assert line.endswith(f"modelworks train {config_file} 'train.duration=3 steps' --resume")
+    assert line.endswith(f" train {config_file} 'train.duration=3 steps' --resume")
 
 
 def test_a_run_whose_last_save_failed_is_a_failure(

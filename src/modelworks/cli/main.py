@@ -52,6 +52,7 @@ def run() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller (`>&-`): Python then has no stream at all
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open as long as the process
+    code = DONE
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()  # what is still buffered: a reader that left is no failure here either
@@ -59,8 +60,9 @@ def run() -> None:
         _silence_stdout()
     except OSError as error:  # stdout itself cannot be written, such as a file on a full disk
         _silence_stdout()
-        print(f"error: writing failed ({error.strerror})", file=sys.stderr)
-        code = FAILED
+        if code == DONE:  # else the command has failed and said why
+            print(f"error: writing failed ({error.strerror})", file=sys.stderr)
+            code = FAILED
     sys.exit(code)
 
 
