@@ -67,7 +67,7 @@ def activation_bytes(model: ModelConfig, train: TrainConfig, *, precision: str, 
     if train.recompute == "selective":
         # Short sequences on a CPU: attention is computed again too (see LONGEST_BLOCKWISE).
         attention_kept = seq_len > LONGEST_BLOCKWISE or train.device == "cuda"
-        token = _selective_bytes(model, precision, attention_kept)
+        token = _selective_bytes(model, precision, seq_len, attention_kept)
         return model.n_layers * (stream + micro_batch * seq_len * token) + 2 * stream
     one, two = ([_saved_bytes(model, n_layers, precision, rows, seq_len) for rows in (1, 2)] for n_layers in (1, 2))
     layer_row = (two[1] - two[0]) - (one[1] - one[0])
@@ -76,12 +76,17 @@ def activation_bytes(model: ModelConfig, train: TrainConfig, *, precision: str, 
     return micro_batch * (model.n_layers * layer_row + rest_row) + model.n_layers * layer_fixed
 
 
-def _selective_bytes(model: ModelConfig, precision: str, attention_kept: bool) -> int:
-    """Per token and block: results of products (q, k, v, o, gate, up, down), and of attention with its log-sum-exp."""
+def _selective_bytes(model: ModelConfig, precision: str, seq_len: int, attention_kept: bool) -> int:
+    """Per token and block: results of products (q, k, v, o, gate, up, down), and of attention.
+
+    Attention keeps its output and log-sum-exp; with dropout it is plain products, whose scores are kept too.
+    """
     compute = WIDE if precision == "fp32" else NARROW
     products = (
         model.d_attention + 2 * model.d_kv + model.d_model + model.d_ff * (2 if model.gated else 1) + model.d_model
     )
+    if model.attention_dropout:
+        return compute * (products + model.n_heads * seq_len + model.d_attention)
     attention = compute * model.d_attention + WIDE * model.n_heads if attention_kept else 0
     return compute * products + attention
 
