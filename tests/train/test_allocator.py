@@ -16,8 +16,8 @@ def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(64 * 2**20 // 4)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults()
-print(min(faults() for _ in range(3)))
+# Where the heap begins is random, and it may have to grow a few times before it has a place for the tensor.
+print([faults() for _ in range(30)][-1])
 """
 
 
