@@ -41,12 +41,12 @@ class AttentionContext(Protocol):
         """Softmax attention scaled by 1/sqrt(K): (B, T, H, K). `dropout` is the chance to drop a weight."""
 
 
-class CausalContext:
-    """Each row is one sequence: a token sees every token before it in its row, and itself."""
+class _RowContext:
+    """Self-attention of whole rows: what the two contexts of training share. They differ in what a token may see."""
 
-    def __init__(self, *, dropout: DropoutKey | None = None) -> None:
+    def __init__(self, document_ids: Tensor | None, dropout: DropoutKey | None) -> None:
         self.dropout = dropout
-        self._masks = _Masks(document_ids=None)
+        self._masks = _Masks(document_ids)
 
     def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
         self._masks.additive(length, window, dtype, device)
@@ -64,7 +64,14 @@ class CausalContext:
         return _attend_row(self._masks, self.dropout, layer, q_BTHK, k_BTGK, v_BTGK, window, dropout)
 
 
-class DocumentContext:
+class CausalContext(_RowContext):
+    """Each row is one sequence: a token sees every token before it in its row, and itself."""
+
+    def __init__(self, *, dropout: DropoutKey | None = None) -> None:
+        super().__init__(None, dropout)
+
+
+class DocumentContext(_RowContext):
     """Documents lie side by side in a row, and tokens see only their own: the mask is block-diagonal and causal.
 
     document_ids: int (B, T), equal within a row exactly where tokens may attend to each other. Masks are built once
@@ -72,24 +79,8 @@ class DocumentContext:
     """
 
     def __init__(self, document_ids: Tensor, *, dropout: DropoutKey | None = None) -> None:
-        self.dropout = dropout
         one_document_a_row = bool((document_ids == document_ids[:, :1]).all())
-        self._masks = _Masks(document_ids=None if one_document_a_row else document_ids)
-
-    def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._masks.additive(length, window, dtype, device)
-
-    def attend(
-        self,
-        layer: int,
-        q_BTHK: Tensor,
-        k_BTGK: Tensor,
-        v_BTGK: Tensor,
-        *,
-        window: int | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        return _attend_row(self._masks, self.dropout, layer, q_BTHK, k_BTGK, v_BTGK, window, dropout)
+        super().__init__(None if one_document_a_row else document_ids, dropout)
 
 
 class CachedContext:

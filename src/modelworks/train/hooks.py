@@ -50,6 +50,11 @@ class Recording:
         self.speeds.append(speed)
         self.terminal.step(step, loss=result.loss, lr=done.lr, tokens_per_second=speed)
 
+    @property
+    def median_speed(self) -> float | None:
+        """Tokens/s over this process's steps; None before the first."""
+        return sorted(self.speeds)[len(self.speeds) // 2] if self.speeds else None
+
     def mfu(self, tokens_per_second: float) -> float:
         return tokens_per_second * self.flops_per_token / self.peak_flops
 
@@ -216,8 +221,7 @@ class Checkpoints:
 
 def describe_speed(recording: Recording) -> str:
     """The run's median speed and utilisation in words."""
-    speeds = sorted(recording.speeds)
-    if not speeds:
+    median = recording.median_speed
+    if median is None:
         return "nothing was left to do"
-    median = speeds[len(speeds) // 2]
     return f"{format_count(median)} tokens/s, {recording.mfu(median):.1%} of the machine's peak"

@@ -58,8 +58,7 @@ def build_result(
     started: float,
     signal: Any,
 ) -> Result:
-    speeds = sorted(recording.speeds)
-    speed = speeds[len(speeds) // 2] if speeds else None
+    speed = recording.median_speed
     score = validation.latest
     metrics = state.metrics  # of the checkpoint, where a finished run was resumed and nothing was left to do
     return Result(
