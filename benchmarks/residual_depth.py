@@ -124,7 +124,7 @@ def gradient_norms(model: Transformer, data: Tensor) -> list[float]:
     loss_of(model, *batch(data, index=0)).backward()
     return [
         math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in block.parameters()))
-        for block in model.blocks
+        for block in model.blocks.values()
     ]
 
 

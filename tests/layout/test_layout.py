@@ -28,20 +28,20 @@ def test_ranks_and_coordinates_are_one_to_one(layout: Layout) -> None:
 @settings(max_examples=30, deadline=None)
 @given(layouts, st.sampled_from(AXES))
 def test_groups_along_an_axis_split_the_world(layout: Layout, axis: str) -> None:
-    groups = {layout.group(rank, axis) for rank in range(layout.world_size)}
+    groups = {layout.ranks(rank, axis) for rank in range(layout.world_size)}
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
     for group in groups:
         assert len(group) == getattr(layout, axis)
-        assert all(layout.group(rank, axis) == group for rank in group)
+        assert all(layout.ranks(rank, axis) == group for rank in group)
         assert [getattr(layout.coordinates(rank), axis) for rank in group] == list(range(len(group)))
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None:
     layout = Layout(pp=2, dp_shard=2, tp=2)
     assert layout.world_size == 8
-    assert layout.group(0, "tp") == (0, 1)
-    assert layout.group(0, "dp_shard") == (0, 2)
-    assert layout.group(0, "pp") == (0, 4)
+    assert layout.ranks(0, "tp") == (0, 1)
+    assert layout.ranks(0, "dp_shard") == (0, 2)
+    assert layout.ranks(0, "pp") == (0, 4)
     assert layout.coordinates(5) == Coordinates(pp=1, tp=1)
 
 

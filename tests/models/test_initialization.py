@@ -53,7 +53,7 @@ def test_model_holds_the_named_values_whatever_else_it_holds():
     # A wider vocabulary or another family of biases draws the same attention weights.
     other = Transformer(CONFIG.model_copy(update={"vocab_size": 17, "attention_bias": True}))
     initialize(other, seed=1)
-    assert torch.equal(other.blocks[1].attention.q.weight, model.blocks[1].attention.q.weight)
+    assert torch.equal(other.blocks["1"].attention.q.weight, model.blocks["1"].attention.q.weight)
 
 
 def test_seed_and_name_matter():

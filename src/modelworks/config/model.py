@@ -106,6 +106,9 @@ class ModelConfig(Frozen):
     attention_dropout: Probability = 0.0
     init_std: Annotated[Real, Field(gt=0.0)] = 0.02
 
+    # Mixture of experts: 0 experts is a dense model.
+    n_experts: Annotated[Whole, Field(ge=0, le=2**16)] = 0
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, data: Any) -> Any:

@@ -26,6 +26,7 @@ Name = Annotated[
 ]
 Share = Annotated[Real, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[Real, Field(ge=0.0)]
+Degree = Annotated[Whole, Field(gt=0, le=2**20)]  # ranks along one axis
 
 
 class SourceConfig(Frozen):
@@ -120,21 +121,29 @@ class ScheduleConfig(Frozen):
 
 
 class ParallelConfig(Frozen):
-    """How the run is split. This version runs one process: every degree must be 1."""
+    """How the run is split. World size is dp_replicate * dp_shard * cp * tp * pp; which layouts a model and a batch
+    allow is for `modelworks.layout.check_layout` to say."""
 
-    dp_replicate: Literal[1] = 1
-    dp_shard: Literal[1] = 1
-    zero: Literal[0] = 0
-    tp: Literal[1] = 1
-    sequence_parallel: Literal[True] = True  # of no effect while tp is 1
-    cp: Literal[1] = 1
-    pp: Literal[1] = 1
-    pp_schedule: Literal["1f1b"] = "1f1b"
-    pp_virtual: Literal[1] = 1
-    pp_partition: Literal["auto"] = "auto"
-    ep: Literal[1] = 1
-    offload: Literal["none"] = "none"
-    accumulate_reduce: Literal["last"] = "last"
+    dp_replicate: Degree = 1  # whole replicas; with dp_shard > 1: hybrid sharding
+    dp_shard: Degree = 1
+    zero: Literal[0, 1, 2, 3] = 0  # what is sharded: 0 nothing, 1 optimiser state, 2 + gradients, 3 + parameters
+    tp: Degree = 1
+    sequence_parallel: Flag = True  # of no effect while tp is 1
+    cp: Degree = 1
+    cp_mode: Literal["ring", "ulysses"] = "ring"
+    pp: Degree = 1
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev"] = "1f1b"
+    pp_virtual: Degree = 1  # stages on each rank
+    pp_partition: Literal["auto"] | list[Annotated[Whole, Field(ge=0, le=4096)]] = "auto"  # layers of each stage
+    pp_gather: Literal["step", "micro-batch"] = "step"  # how often zero 3 gathers a stage's parameters
+    ep: Degree = 1
+    accumulate_reduce: Literal["last", "every"] = "last"  # which micro-batches' gradients are reduced
+    bucket_size: ByteSize = 25 * 2**20  # gradients reduced together
+    offload: Literal["none", "cpu", "nvme"] = "none"  # where optimiser state and master weights are kept
+    offload_params: Flag = False
+    offload_activations: Flag = False
+    offload_path: str | None = None  # nvme: the directory
+    timeout: Annotated[Real, Field(gt=0.0)] = 600.0  # seconds in one collective before ranks are called hung
 
 
 class CheckpointConfig(Frozen):

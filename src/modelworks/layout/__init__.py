@@ -1,6 +1,23 @@
 """How a run is split, as plain values: which rank is where, and which part of each tensor it holds. No torch."""
 
+from modelworks.layout.feasible import check_layout, nearest_layouts
 from modelworks.layout.layout import AXES, Coordinates, Layout
-from modelworks.layout.shards import ShardSpec, split_evenly, whole_tensors
+from modelworks.layout.placement import PLACEMENTS, ParameterPlan, placement, plan_parameters, stages_of
+from modelworks.layout.shards import ShardSpec, split_evenly, split_in_chunks, whole_tensors
 
-__all__ = ["AXES", "Coordinates", "Layout", "ShardSpec", "split_evenly", "whole_tensors"]
+__all__ = [
+    "AXES",
+    "PLACEMENTS",
+    "Coordinates",
+    "Layout",
+    "ParameterPlan",
+    "ShardSpec",
+    "check_layout",
+    "nearest_layouts",
+    "placement",
+    "plan_parameters",
+    "split_evenly",
+    "split_in_chunks",
+    "stages_of",
+    "whole_tensors",
+]

@@ -15,6 +15,7 @@ group is `ep` ranks that are consecutive along (dp_replicate, dp_shard, cp), so 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import astuple, dataclass, fields, replace
 
@@ -88,8 +89,69 @@ class Layout:
             rank = rank * degree + place
         return rank
 
-    def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` only, `rank` included, in order of their place."""
+    def ranks(self, rank: int, group: str) -> tuple[int, ...]:
+        """The ranks of `rank`'s group of that name, itself included, in the order of their places in it.
+
+        Groups are the axes, `world`, and those that combine axes: `dp` (dp_replicate x dp_shard: other rows), `shard`
+        (dp_shard x cp: what ZeRO shards over), `data` (all that hold the same parameters), `ep`, `expert_shard` and
+        `expert_replicate` (what is left of `shard` and `dp_replicate` for an expert's parameters).
+        """
+        if group == "world":
+            return tuple(range(self.world_size))
         here = self.coordinates(rank)
-        degree = self.degrees[AXES.index(axis)]
-        return tuple(self.rank(replace(here, **{axis: place})) for place in range(degree))
+        if group in AXES:
+            degree = self.degrees[AXES.index(group)]
+            return tuple(self.rank(replace(here, **{group: place})) for place in range(degree))
+        if group in _COMBINED:
+            return self._product(here, _COMBINED[group])
+        data = self._product(here, _COMBINED["data"])
+        place = data.index(rank)
+        if group == "ep":
+            first = place - place % self.ep
+            return data[first : first + self.ep]
+        if group in ("expert_shard", "expert_replicate"):
+            return self._expert_ranks(data, place, group)
+        raise KeyError(f"no group is called {group}")
+
+    def kv_ranks(self, rank: int, n_kv_heads: int) -> tuple[int, ...]:
+        """The group `kv`: tensor-parallel ranks that hold a copy of the same key/value heads."""
+        tensor = self.ranks(rank, "tp")
+        copies = max(1, self.tp // n_kv_heads)
+        first = tensor.index(rank) // copies * copies
+        return tensor[first : first + copies]
+
+    def tied_ranks(self, rank: int) -> tuple[int, ...]:
+        """The group `tied`: the first and last pipeline ranks, which both hold a tied embedding; else `rank` alone."""
+        pipeline = self.ranks(rank, "pp")
+        ends = (pipeline[0], pipeline[-1])
+        return ends if self.pp > 1 and rank in ends else (rank,)
+
+    def size(self, rank: int, group: str) -> int:
+        """Ranks in that group."""
+        return len(self.ranks(rank, group))
+
+    def place(self, rank: int, group: str) -> int:
+        """Where `rank` stands in its group of that name, from 0."""
+        return self.ranks(rank, group).index(rank)
+
+    def _product(self, here: Coordinates, axes: tuple[str, ...]) -> tuple[int, ...]:
+        places = itertools.product(*(range(self.degrees[AXES.index(axis)]) for axis in axes))
+        return tuple(self.rank(replace(here, **dict(zip(axes, place, strict=True)))) for place in places)
+
+    def _expert_ranks(self, data: tuple[int, ...], place: int, group: str) -> tuple[int, ...]:
+        """Ranks that hold the same experts. Those of one replica shard them, unless an expert group leaves it."""
+        same = data[place % self.ep :: self.ep]
+        replica = self.dp_shard * self.cp
+        within = replica // self.ep if replica % self.ep == 0 else 1
+        number = place // self.ep
+        if group == "expert_shard":
+            first = number - number % within
+            return same[first : first + within]
+        return same[number % within :: within]
+
+
+_COMBINED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "shard": ("dp_shard", "cp"),
+    "data": ("dp_replicate", "dp_shard", "cp"),
+}

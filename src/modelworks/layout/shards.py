@@ -73,6 +73,16 @@ def split_evenly(size: int, parts: int, index: int) -> Bounds:
     return start, start + length + (index < longer)
 
 
+def split_in_chunks(spec: ShardSpec, dimension: int, parts: int, index: int) -> ShardSpec:
+    """Part `index` of `parts` by the rule of `torch.chunk`, which FSDP2 shards by: all parts but the last ones have
+    ceil(size / parts) rows, and parts beyond the end are empty."""
+    start, stop = spec.bounds[dimension]
+    length = -(-(stop - start) // parts)
+    bounds = list(spec.bounds)
+    bounds[dimension] = (min(start + index * length, stop), min(start + (index + 1) * length, stop))
+    return replace(spec, bounds=tuple(bounds))
+
+
 def whole_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ShardSpec]:
     """The specs of a single process, which holds and counts everything."""
     return {name: ShardSpec.whole(name, shape) for name, shape in shapes.items()}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE as LONGEST_BLOCKWISE
     from modelworks.models.recompute import activation_bytes as activation_bytes
     from modelworks.models.sampling import Sampling as Sampling
+    from modelworks.models.transformer import Part as Part
     from modelworks.models.transformer import Transformer as Transformer
 
 _HOME = {
@@ -35,6 +36,7 @@ _HOME = {
     "DocumentContext": "context",
     "DropoutKey": "dropout",
     "NameEntry": "families",
+    "Part": "transformer",
     "Sampling": "sampling",
     "Transformer": "transformer",
     "activation_bytes": "recompute",

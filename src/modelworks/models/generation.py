@@ -50,7 +50,7 @@ def _tokens(
     model: Transformer, prompt_ids: Sequence[int], sampling: Sampling, eos_ids: Collection[int], count: int
 ) -> Iterator[int]:
     context = CachedContext(model.config.n_layers)
-    sequence = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.embedding.weight.device)
+    sequence = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.head_weight().device)
     new = sequence
     for _ in range(count):
         logits = _next_logits(model, new, context)

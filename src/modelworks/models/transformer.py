@@ -6,9 +6,14 @@
 
 One module serves training and generation: what differs is the attention context passed in. It is single-device and
 never communicates. Weights are left unset on construction; `initialize` or a checkpoint fills them.
+
+A `Part` is some of the layers, with the embedding if it is the first part and the final norm and head if it is the
+last. Names do not depend on the part: layer 5 is `blocks.5` wherever it is.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,38 +31,53 @@ from modelworks.models.layers.rotary import RotaryPositions
 from modelworks.models.recompute import Recompute, run_block
 
 
-class Transformer(nn.Module):
-    """A language model of the shape `config`. Built under any default dtype and device, `meta` included."""
+@dataclass(frozen=True)
+class Part:
+    """The layers that a part of a model holds, and whether it holds the model's ends."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+    @classmethod
+    def whole(cls, config: ModelConfig) -> Part:
+        return cls(tuple(range(config.n_layers)), first=True, last=True)
+
+
+class Transformer(nn.Module):
+    """A language model of the shape `config`, or one part of it. Built under any default dtype and device, `meta`
+    included. With tied embeddings the last part holds the embedding's weight too: it is its head."""
+
+    def __init__(self, config: ModelConfig, part: Part | None = None) -> None:
         super().__init__()
-        self.config = config
+        part = part or Part.whole(config)
+        self.config, self.part = config, part
         self.recompute: Recompute = "none"
-        self.embedding = Embedding(config.vocab_size, config.d_model)
-        learned = config.positions == "learned"
+        tied_head = part.last and config.tie_embeddings
+        self.embedding = Embedding(config.vocab_size, config.d_model) if part.first or tied_head else None
+        learned = part.first and config.positions == "learned"
         self.position_embedding = Embedding(config.max_seq_len, config.d_model) if learned else None
         self.rotary = RotaryPositions(config) if config.positions == "rope" else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
-        self.final_norm = build_norm(config)
-        self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in part.layers})
+        self.final_norm = build_norm(config) if part.last else None
+        untied_head = part.last and not config.tie_embeddings
+        self.head = Linear(config.d_model, config.vocab_size, bias=False) if untied_head else None
 
     def forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states after the final norm, (rows, length, d_model).
 
         tokens, positions: int64 (rows, length); a position counts from the start of the token's own document.
         context: which tokens see which; see `modelworks.models.context`.
+        A part that is not the first takes the hidden states of the part before it in place of `tokens`; one that is
+        not the last returns the residual stream, before the final norm.
         """
-        x = self.embedding(tokens)
-        if self.position_embedding is not None:
-            x = x + self.position_embedding(positions)
-        if self.training:
-            x = dropout(x, self.config.dropout, context.dropout, EMBEDDING_LAYER, "embedding")
+        x = self._embed(tokens, positions, context) if self.part.first else tokens
         dtype = _product_dtype(x)
         rotation = self.rotary(positions, dtype) if self.rotary is not None else None
-        context.prepare(tokens.shape[1], self.config.sliding_window, dtype, x.device)
-        for block in self.blocks:
+        context.prepare(positions.shape[1], self.config.sliding_window, dtype, x.device)
+        for block in self.blocks.values():
             x = run_block(block, self.recompute, x, rotation, context)
-        return self.final_norm(x)  # type: ignore[no-any-return]
+        return x if self.final_norm is None else self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., d_model) -> (..., vocab_size), in the dtype of `hidden`."""
@@ -65,7 +85,10 @@ class Transformer(nn.Module):
 
     def head_weight(self) -> Tensor:
         """The output projection (vocab_size, d_model): the embedding's own weight where they are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        owner = self.embedding if self.head is None else self.head
+        if not self.part.last or owner is None:
+            raise ValueError(f"layers {self.part.layers} are not the last part of the model and hold no head")
+        return owner.weight
 
     def set_recompute(self, recompute: Recompute) -> None:
         """What blocks keep for the backward pass: everything, products only (`selective`), or their input (`full`)."""
@@ -73,11 +96,20 @@ class Transformer(nn.Module):
 
     def pack_storage(self) -> None:
         """Lay fused weights back to back, so that inference never copies them. Do it after moving or casting."""
-        for block in self.blocks:
+        for block in self.blocks.values():
             attention, feed_forward = block.attention, block.feed_forward
             pack_storage((attention.q, attention.k, attention.v))  # type: ignore[union-attr, arg-type]
             if feed_forward.gate is not None:  # type: ignore[union-attr]
                 pack_storage((feed_forward.gate, feed_forward.up))  # type: ignore[union-attr, arg-type]
+
+    def _embed(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        assert self.embedding is not None
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        if self.training:
+            x = dropout(x, self.config.dropout, context.dropout, EMBEDDING_LAYER, "embedding")
+        return x  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

@@ -85,5 +85,5 @@ def _compile_blocks(model: Transformer, device: torch.device) -> None:
         path, reason = compiler()
         if path is None:
             raise UserError(f"train.compile: {reason}; install it or set train.compile to false")
-    for block in model.blocks:
+    for block in model.blocks.values():
         block.compile()

@@ -113,7 +113,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def _score(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
         """Score the last `counts` tokens of each row given what stands before them."""
-        device = self.model.embedding.weight.device
+        device = self.model.head_weight().device
         length = max(len(row) for row in rows) - 1
         tokens = torch.zeros(len(rows), length, dtype=torch.long)
         for place, row in enumerate(rows):

@@ -1,0 +1,304 @@
+"""The collectives that we call ourselves, each differentiable one beside its backward and the reason why it is right.
+
+With loss L summed over ranks, the gradient of a tensor is what every rank's use of it contributes:
+
+    copy_to      y_i = x               x is the same on all ranks, each uses it     dx = sum_i dy_i     (all-reduce)
+    reduce_from  y = sum_i x_i         y is the same on all ranks, used as one      dx_i = dy           (identity)
+    gather_from  y = concat_i x_i      each rank uses all of it in part             dx_i = sum_j dy_j[i]  (red.-scatter)
+    gather_copy  y = concat_i x_i      all ranks do the very same with y            dx_i = dy[i]        (slice)
+    scatter_to   y_i = (sum_j x_j)[i]  each rank goes on with its slice             dx_j = concat_i dy_i  (all-gather)
+    split_to     y_i = x[i]            x is the same on all ranks                   dx = concat_i dy_i  (all-gather)
+    all_to_all   y_i = concat_j x_j[i] a permutation of rows over ranks             the reverse exchange
+
+`gather_from` and `gather_copy` compute the same and differ only in what the ranks do afterwards: a tensor-parallel
+product uses all tokens with a part of the weights, so gradients are partial sums; a loss that every rank computes
+alike from gathered values must not be counted once a rank.
+
+A group of one does nothing. No function here is traced by torch.compile: what counts and labels must run each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modelworks.parallel.traffic import Traffic
+
+Label = Callable[[str], None]
+_Function = TypeVar("_Function", bound=Callable[..., Tensor])
+
+
+def _not_traced(function: _Function) -> _Function:
+    """Kept out of what torch.compile traces: a graph breaks there, and the rest is compiled."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Group:
+    """Ranks that talk along one axis. Every operation is counted in `traffic` and announced to `label`.
+
+    ranks: global numbers in the order of their places; index: this rank's own place. handle: the process group, None
+    for a group of one.
+    """
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], rank: int, handle: Any, traffic: Traffic, label: Label | None = None
+    ) -> None:
+        self.name, self.ranks, self.index = name, tuple(ranks), tuple(ranks).index(rank)
+        self.handle, self.traffic = handle, traffic
+        self._label = label or (lambda text: None)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce_(self, x: Tensor, how: Literal["sum", "max"] = "sum") -> Tensor:
+        """In place; returns x."""
+        work = self.start_all_reduce_(x, how)
+        if work is not None:
+            work.wait()
+        return x
+
+    def start_all_reduce_(self, x: Tensor, how: Literal["sum", "max"] = "sum") -> Any:
+        """In place, without waiting: returns what to `wait()` for, None for a group of one."""
+        if self.size == 1:
+            return None
+        self._note("all_reduce", 2 * (self.size - 1) / self.size * _bytes(x))
+        operation = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+        return dist.all_reduce(x, operation, group=self.handle, async_op=True)
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Equal parts of all ranks, concatenated along `dim`."""
+        if self.size == 1:
+            return x
+        return _joined_along(self.start_all_gather(x.contiguous())(), self.size, dim)
+
+    def start_all_gather(self, x: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        """Along dimension 0, without waiting: call what is returned for the result. x: contiguous."""
+        if self.size == 1:
+            return lambda: x if out is None else out.copy_(x)
+        self._note("all_gather", (self.size - 1) * _bytes(x))
+        result = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if out is None else out
+        work: Any = dist.all_gather_single(result, x, group=self.handle, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return result
+
+        return wait
+
+    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The sum over ranks, of which each keeps an equal part along `dim`."""
+        if self.size == 1:
+            return x
+        parts = torch.cat(x.chunk(self.size, dim)) if dim else x.contiguous()
+        return self.start_reduce_scatter(parts.view(self.size, -1))().view(_part_shape(x.shape, dim, self.size))
+
+    def start_reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+        """Along dimension 0, without waiting: call what is returned for the result. x: contiguous."""
+        if self.size == 1:
+            return lambda: x if out is None else out.copy_(x)
+        self._note("reduce_scatter", (self.size - 1) / self.size * _bytes(x))
+        result = x.new_empty((x.shape[0] // self.size, *x.shape[1:])) if out is None else out
+        work: Any = dist.reduce_scatter_single(result, x, group=self.handle, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return result
+
+        return wait
+
+    def all_to_all(self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
+        """Rows of x: the first input_splits[0] go to place 0 and so on; what arrives, in the order of places."""
+        if self.size == 1:
+            return x
+        staying = input_splits[self.index] * (_bytes(x) // max(1, x.shape[0]))
+        self._note("all_to_all", _bytes(x) - staying)
+        result = x.new_empty((sum(output_splits), *x.shape[1:]))
+        dist.all_to_all_single(result, x.contiguous(), list(output_splits), list(input_splits), group=self.handle)
+        return result
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        """Start sending tensors to places and receiving into tensors from places; returns what to `wait()` for.
+
+        Two ranks that do this at the same time cannot wait for each other in the wrong order.
+        """
+        operations = [dist.P2POp(dist.isend, tensor, self.ranks[place], self.handle) for tensor, place in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, self.ranks[place], self.handle) for tensor, place in receives]
+        for tensor, _ in sends:
+            self._note("send", _bytes(tensor))
+        return list(dist.batch_isend_irecv(operations)) if operations else []
+
+    def send(self, x: Tensor, place: int, tag: int = 0) -> Any:
+        """Start sending; returns what to `wait()` for. x must not change until then."""
+        self._note("send", _bytes(x))
+        return dist.isend(x, self.ranks[place], group=self.handle, tag=tag)
+
+    def receive(self, x: Tensor, place: int, tag: int = 0) -> Any:
+        """Start receiving into x; returns what to `wait()` for."""
+        self._label(f"receive {self.name} from rank {self.ranks[place]}")
+        return dist.irecv(x, self.ranks[place], group=self.handle, tag=tag)
+
+    def broadcast_(self, x: Tensor, place: int = 0) -> Tensor:
+        """In place, from the rank at `place`; returns x."""
+        if self.size > 1:
+            self._note("broadcast", _bytes(x) if self.index == place else 0)
+            dist.broadcast(x, self.ranks[place], group=self.handle)
+        return x
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Small values of all ranks, in the order of places, on every rank. For what is said, not for tensors."""
+        if self.size == 1:
+            return [value]
+        self._label(f"gather_objects {self.name}")
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self._label(f"barrier {self.name}")
+            dist.barrier(group=self.handle)
+
+    def _note(self, kind: str, size: float) -> None:
+        self.traffic.add(self.name, kind, size)
+        self._label(f"{kind} {self.name}")
+
+
+@_not_traced
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """x as it is; its gradient is the sum of all ranks' gradients."""
+    return x if group.size == 1 else _CopyTo.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+@_not_traced
+def reduce_from(x: Tensor, group: Group) -> Tensor:
+    """The sum over ranks; the gradient passes as it is."""
+    return x if group.size == 1 else _ReduceFrom.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+@_not_traced
+def gather_from(x: Tensor, group: Group, dim: int) -> Tensor:
+    """All ranks' parts along `dim`; gradients of all ranks are summed, each rank getting its part's."""
+    return x if group.size == 1 else _GatherFrom.apply(x, group, dim)  # type: ignore[no-untyped-call]
+
+
+@_not_traced
+def gather_copy(x: Tensor, group: Group, dim: int) -> Tensor:
+    """All ranks' parts along `dim`, for a use that is the same on every rank: the gradient is the own part's."""
+    return x if group.size == 1 else _GatherCopy.apply(x, group, dim)  # type: ignore[no-untyped-call]
+
+
+@_not_traced
+def scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part along `dim` of the sum over ranks; gradients of all parts are gathered."""
+    return x if group.size == 1 else _ScatterTo.apply(x, group, dim)  # type: ignore[no-untyped-call]
+
+
+@_not_traced
+def split_to(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part along `dim` of an x that all ranks hold; gradients of all parts are gathered."""
+    return x if group.size == 1 else _SplitTo.apply(x, group, dim)  # type: ignore[no-untyped-call]
+
+
+@_not_traced
+def all_to_all(x: Tensor, group: Group, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
+    """Rows exchanged by `Group.all_to_all`; gradients go back the same way."""
+    if group.size == 1:
+        return x
+    return _AllToAll.apply(x, group, list(output_splits), list(input_splits))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_reduce_(gradient.contiguous().clone()), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return group.all_reduce_(x.contiguous().clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.group.reduce_scatter(gradient, ctx.dim), None, None
+
+
+class _GatherCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.chunk(ctx.group.size, ctx.dim)[ctx.group.index].contiguous(), None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.reduce_scatter(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.group.all_gather(gradient, ctx.dim), None, None
+
+
+class _SplitTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return x.chunk(group.size, dim)[group.index].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.group.all_gather(gradient, ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, output_splits: list[int], input_splits: list[int]) -> Tensor:
+        ctx.group, ctx.splits = group, (output_splits, input_splits)
+        return group.all_to_all(x, output_splits, input_splits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        output_splits, input_splits = ctx.splits
+        return ctx.group.all_to_all(gradient, input_splits, output_splits), None, None, None
+
+
+def _joined_along(stacked: Tensor, parts: int, dim: int) -> Tensor:
+    """Parts that lie one after the other along dimension 0, side by side along `dim`."""
+    return stacked if dim == 0 else torch.cat(stacked.chunk(parts), dim)
+
+
+def _part_shape(shape: torch.Size, dim: int, parts: int) -> tuple[int, ...]:
+    if shape[dim] % parts:
+        raise ValueError(f"dimension {dim} of size {shape[dim]} does not divide over {parts} ranks")
+    return (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -1,0 +1,109 @@
+"""`Mesh`: this rank's groups along every axis, made once from a `Layout`.
+
+Every rank makes every group in the same order, as torch.distributed demands. Groups of the same ranks share one
+process group, so `shard` costs nothing where cp is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from modelworks.layout import Layout
+from modelworks.parallel.collectives import Group, Label
+from modelworks.parallel.traffic import Traffic
+
+GROUPS = (
+    "world",
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "dp",
+    "shard",
+    "data",
+    "ep",
+    "expert_shard",
+    "expert_replicate",
+)
+
+
+@dataclass
+class Mesh:
+    """layout: how the run is split; rank: this process. traffic: what this rank sends, by axis."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    groups: dict[str, Group]
+    traffic: Traffic
+    _device_meshes: dict[tuple[str, str], DeviceMesh] = field(default_factory=dict)
+
+    def group(self, name: str) -> Group:
+        return self.groups[name]
+
+    def place(self, name: str) -> int:
+        """This rank's place in its group of that name."""
+        return self.groups[name].index
+
+    def size(self, name: str) -> int:
+        return self.groups[name].size
+
+    def device_mesh(self, replicate: str, shard: str) -> DeviceMesh:
+        """What FSDP2 wants to know: one dimension to shard over, and one for replicas where there are any."""
+        key = (replicate, shard)
+        if key not in self._device_meshes:
+            self._device_meshes[key] = self._new_device_mesh(self.groups[replicate], self.groups[shard])
+        return self._device_meshes[key]
+
+    def _new_device_mesh(self, replicate: Group, shard: Group) -> DeviceMesh:
+        if replicate.size == 1:
+            return DeviceMesh.from_group(
+                shard.handle, self.device.type, mesh=torch.tensor(shard.ranks), mesh_dim_names=("shard",)
+            )
+        rows = [self.layout.ranks(rank, shard.name) for rank in replicate.ranks]
+        return DeviceMesh.from_group(
+            [replicate.handle, shard.handle],
+            self.device.type,
+            mesh=torch.tensor(rows),
+            mesh_dim_names=("replicate", "shard"),
+        )
+
+
+def build_mesh(
+    layout: Layout, device: torch.device, *, n_kv_heads: int | None = None, label: Label | None = None
+) -> Mesh:
+    """Groups of this rank. torch.distributed is initialised with `layout.world_size` ranks, unless that is 1.
+
+    n_kv_heads: of the model, for the group `kv`. label: told what each collective is, as it starts.
+    """
+    rank = dist.get_rank() if layout.world_size > 1 else 0
+    traffic = Traffic()
+    handles: dict[tuple[int, ...], object] = {}
+    groups = {}
+    for name in (*GROUPS, "kv", "tied"):
+        for member in range(layout.world_size):
+            ranks = _ranks(layout, member, name, n_kv_heads)
+            if len(ranks) > 1 and ranks not in handles:
+                whole = len(ranks) == layout.world_size
+                handles[ranks] = dist.group.WORLD if whole else dist.new_group(list(ranks))
+        ranks = _ranks(layout, rank, name, n_kv_heads)
+        groups[name] = Group(name, ranks, rank, handles.get(ranks), traffic, label)
+    return Mesh(layout, rank, device, groups, traffic)
+
+
+def single_process(device: torch.device) -> Mesh:
+    """The mesh of a run that is not split: every group is this process alone."""
+    return build_mesh(Layout(), device)
+
+
+def _ranks(layout: Layout, rank: int, name: str, n_kv_heads: int | None) -> tuple[int, ...]:
+    if name == "kv":
+        return layout.kv_ranks(rank, n_kv_heads) if n_kv_heads else (rank,)
+    if name == "tied":
+        return layout.tied_ranks(rank)
+    return layout.ranks(rank, name)
