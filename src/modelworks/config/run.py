@@ -139,10 +139,7 @@ class ParallelConfig(Frozen):
     ep: Degree = 1
     accumulate_reduce: Literal["last", "every"] = "last"  # which micro-batches' gradients are reduced
     bucket_size: ByteSize = 25 * 2**20  # gradients reduced together
-    offload: Literal["none", "cpu", "nvme"] = "none"  # where optimiser state and master weights are kept
-    offload_params: Flag = False
-    offload_activations: Flag = False
-    offload_path: str | None = None  # nvme: the directory
+    offload: Literal["none"] = "none"  # where optimiser state and master weights are kept
     timeout: Annotated[Real, Field(gt=0.0)] = 600.0  # seconds in one collective before ranks are called hung
 
 
