@@ -46,9 +46,11 @@ def test_refused(run: RunConfig, said: str) -> None:
     offered = str(error.value).partition("nearest layouts that work: ")[2].split(", or ")
     assert offered
     for text in offered:
+        text, _, fewer = text.partition(" (")
         degrees = dict(part.split("=") for part in text.split() if "=" in part)
         parallel = ParallelConfig(**{key: int(value) for key, value in degrees.items()})
-        assert Layout.of(parallel).world_size == Layout.of(run.parallel).world_size
+        wanted = int(fewer.split()[0]) if fewer else Layout.of(run.parallel).world_size
+        assert Layout.of(parallel).world_size == wanted
         check_layout(run.model_copy(update={"parallel": parallel}))
 
 

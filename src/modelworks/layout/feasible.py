@@ -38,26 +38,33 @@ def check_layout(config: RunConfig, world_size: int | None = None) -> None:
 
 
 def nearest_layouts(config: RunConfig, world_size: int, *, most: int = 3) -> list[str]:
-    """Layouts of `world_size` ranks that fit this run, those that change the fewest keys by the least first."""
+    """Layouts that fit this run, those that change the degrees by the least first. Of `world_size` ranks, or, where
+    none of that many fits, of the largest number below that does."""
+    for size in range(world_size, 0, -1):
+        found = sorted(_fitting(config, size))
+        if found:
+            count = "" if size == world_size else f" ({size} processes)"
+            return [text + count for _, text in found[:most]]
+    return []
+
+
+def _fitting(config: RunConfig, world_size: int) -> Iterator[tuple[float, str]]:
+    """Layouts of `world_size` ranks that fit, each with its distance from what was asked for."""
     asked = config.parallel
-    candidates = []
     for degrees in _factorisations(world_size, len(AXES)):
-        changes: dict[str, object] = dict(zip(AXES, degrees, strict=True))
-        shard = degrees[AXES.index("dp_shard")]
-        changes["zero"] = (asked.zero or 1) if shard > 1 else 0
-        if degrees[AXES.index("pp")] == 1:
+        place = dict(zip(AXES, degrees, strict=True))
+        changes: dict[str, object] = {**place, "zero": (asked.zero or 1) if place["dp_shard"] > 1 else 0}
+        if place["pp"] != asked.pp:
             changes |= {"pp_schedule": "1f1b", "pp_virtual": 1, "pp_partition": "auto", "pp_gather": "step"}
-        data = degrees[1] * degrees[2] * degrees[3]
+        data = place["dp_replicate"] * place["dp_shard"] * place["cp"]
         changes["ep"] = math.gcd(asked.ep, data)
         parallel = asked.model_copy(update=changes)
         if any(layout_problems(config.model_copy(update={"parallel": parallel}))):
             continue
-        distance = sum(
-            abs(math.log2(getattr(asked, axis) / degree)) for axis, degree in zip(AXES, degrees, strict=True)
+        yield (
+            sum(abs(math.log2(getattr(asked, key) / getattr(parallel, key))) for key in (*AXES, "ep")),
+            describe(parallel),
         )
-        distance += abs(math.log2(asked.ep / parallel.ep))
-        candidates.append((distance, describe(parallel)))
-    return [text for _, text in sorted(candidates)[:most]]
 
 
 def describe(parallel: ParallelConfig) -> str:
