@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from modelworks.models.generation import generate as generate
     from modelworks.models.initialization import initial_values as initial_values
     from modelworks.models.initialization import initialize as initialize
+    from modelworks.models.initialization import initialize_shards as initialize_shards
     from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE as LONGEST_BLOCKWISE
     from modelworks.models.recompute import activation_bytes as activation_bytes
     from modelworks.models.sampling import Sampling as Sampling
@@ -45,6 +46,7 @@ _HOME = {
     "generate": "generation",
     "initial_values": "initialization",
     "initialize": "initialization",
+    "initialize_shards": "initialization",
     "name_map": "families",
     "to_hugging_face": "families",
 }

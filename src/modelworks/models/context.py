@@ -21,7 +21,7 @@ from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE, bloc
 
 
 class AttentionContext(Protocol):
-    """What a layer needs of a context. `dropout` is the key of the batch's dropout masks, if it has any."""
+    """What a layer needs of a context. `dropout` is the key of the residual stream's masks, if it has any."""
 
     dropout: DropoutKey | None
 
@@ -42,10 +42,17 @@ class AttentionContext(Protocol):
 
 
 class _RowContext:
-    """Self-attention of whole rows: what the two contexts of training share. They differ in what a token may see."""
+    """Self-attention of whole rows: what the two contexts of training share. They differ in what a token may see.
 
-    def __init__(self, document_ids: Tensor | None, dropout: DropoutKey | None) -> None:
+    dropout: key of the masks of the residual stream; attention_dropout: of those of the attention weights, where it is
+    another one because a device has some of the tokens of the stream, or some of the heads.
+    """
+
+    def __init__(
+        self, document_ids: Tensor | None, dropout: DropoutKey | None, attention_dropout: DropoutKey | None
+    ) -> None:
         self.dropout = dropout
+        self.attention_dropout = attention_dropout or dropout
         self._masks = _Masks(document_ids)
 
     def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,14 +68,14 @@ class _RowContext:
         window: int | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        return _attend_row(self._masks, self.dropout, layer, q_BTHK, k_BTGK, v_BTGK, window, dropout)
+        return _attend_row(self._masks, self.attention_dropout, layer, q_BTHK, k_BTGK, v_BTGK, window, dropout)
 
 
 class CausalContext(_RowContext):
     """Each row is one sequence: a token sees every token before it in its row, and itself."""
 
-    def __init__(self, *, dropout: DropoutKey | None = None) -> None:
-        super().__init__(None, dropout)
+    def __init__(self, *, dropout: DropoutKey | None = None, attention_dropout: DropoutKey | None = None) -> None:
+        super().__init__(None, dropout, attention_dropout)
 
 
 class DocumentContext(_RowContext):
@@ -78,9 +85,15 @@ class DocumentContext(_RowContext):
     and shared by all layers. Masked weights are exactly 0, so what another document holds cannot change a bit.
     """
 
-    def __init__(self, document_ids: Tensor, *, dropout: DropoutKey | None = None) -> None:
+    def __init__(
+        self,
+        document_ids: Tensor,
+        *,
+        dropout: DropoutKey | None = None,
+        attention_dropout: DropoutKey | None = None,
+    ) -> None:
         one_document_a_row = bool((document_ids == document_ids[:, :1]).all())
-        super().__init__(None if one_document_a_row else document_ids, dropout)
+        super().__init__(None if one_document_a_row else document_ids, dropout, attention_dropout)
 
 
 class CachedContext:

@@ -8,26 +8,33 @@ does not grow with depth; norm weights are 1, biases 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from modelworks.config import ModelConfig
+from modelworks.layout import ParameterPlan, ShardSpec
 from modelworks.models.random import CHUNK, Key, normal
+
+# Elements made at a time: never a whole float64 copy of a large matrix.
+_PIECE = 16 * CHUNK
 
 
 def initialize(model: nn.Module, seed: int) -> None:
     """Set every parameter of a `Transformer` in place. The model must be materialised (not on the meta device)."""
-    config: ModelConfig = model.config  # type: ignore[assignment]
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            flat = parameter.view(-1)
-            # Generated on the parameter's device piece by piece: never a whole float64 copy of a large matrix.
-            for start in range(0, flat.numel(), 16 * CHUNK):
-                piece = slice(start, min(start + 16 * CHUNK, flat.numel()))
-                flat[piece] = initial_values(
-                    config, name, tuple(parameter.shape), seed, piece, dtype=flat.dtype, device=flat.device
-                )
+    for name, parameter in model.named_parameters():
+        _fill(parameter, model.config, ShardSpec.whole(name, tuple(parameter.shape)), seed)  # type: ignore[arg-type]
+
+
+def initialize_shards(part: nn.Module, plans: Mapping[str, ParameterPlan], seed: int) -> None:
+    """Set every parameter of a part of a `Transformer`, of which each is the slice that its plan computes with.
+
+    The values are those that `initialize` gives the same elements of a whole model, bit for bit. No whole tensor is
+    made; the columns of a matrix are taken from a few rows at a time.
+    """
+    for name, parameter in part.named_parameters():
+        _fill(parameter, part.config, plans[name].computed, seed)  # type: ignore[arg-type]
 
 
 def initial_values(
@@ -56,3 +63,47 @@ def initial_values(
     if name.endswith((".attention.o.weight", ".feed_forward.down.weight")):
         std /= math.sqrt(2 * config.n_layers)
     return (normal(Key.of(seed, "initialize", name), start, start + size, device=device) * std).to(dtype)
+
+
+def _fill(parameter: nn.Parameter, config: ModelConfig, spec: ShardSpec, seed: int) -> None:
+    """Set `parameter`, which holds the slice `spec` of a logical one, on its own device and piece by piece."""
+    if tuple(parameter.shape) != spec.local_shape:
+        raise ValueError(f"{spec.name}: a tensor of shape {tuple(parameter.shape)} cannot hold {spec.local_shape}")
+
+    def values(start: int, stop: int) -> Tensor:
+        piece = slice(start, stop)
+        return initial_values(
+            config, spec.name, spec.shape, seed, piece, dtype=parameter.dtype, device=parameter.device
+        )
+
+    with torch.no_grad():
+        _fill_slice(parameter, spec.shape, spec.bounds, 0, values)
+
+
+def _fill_slice(
+    out: Tensor,
+    shape: tuple[int, ...],
+    bounds: tuple[tuple[int, int], ...],
+    offset: int,
+    values: Callable[[int, int], Tensor],
+) -> None:
+    """out: the slice `bounds` of a tensor of `shape` whose first element has flat index `offset`.
+
+    values: (start, stop) -> those elements, by flat index.
+    """
+    row = math.prod(shape[1:])
+    start, stop = bounds[0]
+    if all(bound == (0, size) for bound, size in zip(bounds[1:], shape[1:], strict=True)):
+        flat, first = out.view(-1), offset + start * row
+        for begin in range(0, flat.numel(), _PIECE):
+            end = min(begin + _PIECE, flat.numel())
+            flat[begin:end] = values(first + begin, first + end)
+    elif len(shape) > 2:
+        for index in range(start, stop):
+            _fill_slice(out[index - start], shape[1:], bounds[1:], offset + index * row, values)
+    else:
+        columns, rows = slice(*bounds[1]), max(1, _PIECE // row)
+        for begin in range(start, stop, rows):
+            end = min(begin + rows, stop)
+            whole = values(offset + begin * row, offset + end * row).view(end - begin, row)
+            out[begin - start : end - start] = whole[:, columns]

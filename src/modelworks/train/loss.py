@@ -11,18 +11,28 @@ With logits z, target t, weight w, vocabulary V, smoothing e and z-loss coeffici
     objective = w [ lse(z) - (1 - e) z_t - (e / V) sum z + c lse(z)^2 ]
     d / dz    = w [ (1 + 2 c lse) softmax(z) - (1 - e) onehot(t) - e / V ]
 
+Vocabulary parallel (Shoeybi et al. 2019, 1909.08053): each rank of a group has some rows of the head and makes the
+logits of those entries only. What a softmax needs of the others are four numbers a token: the largest logit, and then
+in one sum the exponentials, the target's logit and the mean. Logits are never gathered. One process is the case of
+all rows and nobody to ask.
+
 Invariant: what is returned is a weighted *sum*. Dividing by the weight of the global batch is the step's business,
 once, so that micro-batches of unequal target counts add up exactly.
-Legend: N tokens, D model width, V vocabulary.
+Legend: N tokens, D model width, V vocabulary (of this rank).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from modelworks.layout import ShardSpec
+from modelworks.parallel import Group
+from modelworks.parallel.vocabulary import VocabularyRows
 
 # Logits of one chunk, in the dtype of the products, and the fewest tokens in it: the head's gradient is read and
 # written once a chunk, which costs more than the products when chunks are short.
@@ -50,6 +60,8 @@ def vocabulary_loss(
     z_loss: float = 0.0,
     scale: float = 1.0,
     chunk_tokens: int | None = None,
+    group: Group | None = None,
+    vocabulary: ShardSpec | None = None,
 ) -> VocabularyLoss:
     """Weighted sums over N tokens. Leading dimensions are flattened; a token of weight 0 counts nothing.
 
@@ -58,13 +70,39 @@ def vocabulary_loss(
 
     Matrix products run in the autocast dtype where autocast is on, else in the dtype of `hidden_ND`; all sums are
     in float32 (float64 for float64 hidden states). Targets must be valid ids even where the weight is 0.
+
+    group, vocabulary: the ranks that share the vocabulary, and the spec of the head's weight that says which rows
+    this rank has. All ranks pass the same tokens and get the same sums. The gradient of `hidden_ND` is then only this
+    rank's part of it, from its entries: the sum over ranks belongs to whoever spread the hidden states
+    (`gather_from`, `copy_to`), who may want it scattered.
     """
+    whole = ShardSpec.whole("head", tuple(head_weight_VD.shape))
+    rows = VocabularyRows.of(vocabulary or whole)
+    ranks = group.size if group is not None else 1
+    if rows.end - rows.first != head_weight_VD.shape[0] or (ranks == 1 and not rows.all_here):
+        raise ValueError(f"the loss over {ranks} ranks was given {head_weight_VD.shape[0]} rows of the head for {rows}")
     device = hidden_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
-    chunk = chunk_tokens or max(LEAST_TOKENS, CHUNK_BYTES // (compute.itemsize * head_weight_VD.shape[0]))
-    arguments = (targets_N.reshape(-1), weights_N.reshape(-1), label_smoothing, z_loss, scale, chunk, compute)
+    # By the longest slice: the same on all ranks, which walk over the chunks together.
+    chunk = chunk_tokens or max(LEAST_TOKENS, CHUNK_BYTES // (compute.itemsize * -(-rows.total // ranks)))
+    objective = _Objective(label_smoothing, z_loss, scale, rows, group if ranks > 1 else None)
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
-    return VocabularyLoss(*_ChunkedLoss.apply(hidden_ND, head_weight_VD, *arguments))  # type: ignore[no-untyped-call]
+    return VocabularyLoss(
+        *_ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_ND, head_weight_VD, targets_N.reshape(-1), weights_N.reshape(-1), objective, chunk, compute
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """What is computed of the logits. rows: the entries of the vocabulary that are here; group: who has the others."""
+
+    smoothing: float
+    z_loss: float
+    scale: float
+    rows: VocabularyRows
+    group: Group | None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -75,9 +113,7 @@ class _ChunkedLoss(torch.autograd.Function):
         head_VD: Tensor,
         targets_N: Tensor,
         weights_N: Tensor,
-        smoothing: float,
-        z_loss: float,
-        scale: float,
+        objective: _Objective,
         chunk: int,
         compute: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
@@ -88,18 +124,17 @@ class _ChunkedLoss(torch.autograd.Function):
             head = head_VD.to(compute)
             hidden_gradient = torch.empty_like(hidden_ND) if wants_hidden else None
             head_gradient = torch.zeros_like(head_VD, dtype=exact) if wants_head else None
-            objective = torch.zeros((), dtype=exact, device=hidden_ND.device)
-            nll = torch.zeros_like(objective)
+            value = torch.zeros((), dtype=exact, device=hidden_ND.device)
+            nll = torch.zeros_like(value)
             # One buffer for all chunks: fresh memory of this size costs more than what is written to it.
             buffer_NV = head.new_empty(min(chunk, hidden_ND.shape[0]), head.shape[0])
             for start in range(0, hidden_ND.shape[0], chunk):
                 part = slice(start, start + chunk)
                 hidden = hidden_ND[part].to(compute)
                 logits_NV = torch.mm(hidden, head.T, out=buffer_NV[: len(hidden)])
-                weights = weights_N[part].to(exact)
-                sums = _become_gradient(logits_NV, targets_N[part], weights, smoothing, z_loss, scale)
+                sums = _become_gradient(logits_NV, targets_N[part], weights_N[part].to(exact), objective)
                 gradient_NV = logits_NV
-                objective += sums[0]
+                value += sums[0]
                 nll += sums[1]
                 if hidden_gradient is not None:
                     hidden_gradient[part] = gradient_NV @ head
@@ -112,7 +147,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.save_for_backward(hidden_gradient, head_gradient)
         ctx.head_dtype = head_VD.dtype
         ctx.mark_non_differentiable(nll)
-        return scale * objective, nll
+        return objective.scale * value, nll
 
     @staticmethod
     @once_differentiable
@@ -122,40 +157,58 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden_gradient = hidden_gradient * incoming.to(hidden_gradient.dtype)
         if head_gradient is not None:
             head_gradient = (head_gradient * incoming).to(ctx.head_dtype)
-        return (hidden_gradient, head_gradient, *([None] * 7))
+        return (hidden_gradient, head_gradient, *([None] * 5))
 
 
 def _become_gradient(
-    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, smoothing: float, z_loss: float, scale: float
+    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, objective: _Objective
 ) -> tuple[Tensor, Tensor]:
     """Turn the logits, in place, into the gradient of `scale` times the objective; returns objective and nll.
 
-    A few tokens at a time and in the dtype of `weights_N`: the many passes of a softmax then stay in the cache.
+    In the dtype of `weights_N`, and a few tokens at a time, so that the many passes of a softmax stay in the cache; all
+    at once where there is no such cache, or where ranks must ask each other.
     """
     exact = weights_N.dtype
-    objective, nll = weights_N.new_zeros(()), weights_N.new_zeros(())
-    rows = max(1, SOFTMAX_BYTES // (exact.itemsize * logits_NV.shape[1])) if logits_NV.is_cpu else len(logits_NV)
-    for narrow_NV, targets, weights in zip(
-        torch.split(logits_NV, rows), torch.split(targets_N, rows), torch.split(weights_N, rows), strict=True
+    value, nll = weights_N.new_zeros(()), weights_N.new_zeros(())
+    few = logits_NV.is_cpu and objective.group is None
+    at_once = max(1, SOFTMAX_BYTES // (exact.itemsize * logits_NV.shape[1])) if few else len(logits_NV)
+    smoothing, z_loss, n_entries = objective.smoothing, objective.z_loss, objective.rows.total
+    place_N, here_N = objective.rows.places(targets_N)
+    for narrow_NV, place, here, weights in zip(
+        *(torch.split(x, at_once) for x in (logits_NV, place_N, here_N, weights_N)), strict=True
     ):
         z_NV = narrow_NV.to(exact)  # itself, where it has that dtype already
-        target_logit_N = z_NV.gather(1, targets[:, None]).squeeze(1)
-        mean_N = z_NV.mean(dim=-1) if smoothing else None
-        largest_N = z_NV.amax(dim=-1)
-        z_NV.sub_(largest_N[:, None]).exp_()
-        sum_N = z_NV.sum(dim=-1)
+        sum_N, largest_N, target_logit_N, total_N = _become_exponentials(z_NV, place, here, objective)
         lse_N = largest_N + sum_N.log()
         nll_N = lse_N - target_logit_N
-        objective_N = nll_N + z_loss * lse_N.square() if z_loss else nll_N
-        if mean_N is not None:
-            objective_N = objective_N + smoothing * (target_logit_N - mean_N)
-        objective += weights @ objective_N
+        value_N = nll_N + z_loss * lse_N.square() if z_loss else nll_N
+        if smoothing:
+            value_N = value_N + smoothing * (target_logit_N - total_N / n_entries)
+        value += weights @ value_N
         nll += weights @ nll_N
-        factor_N = scale * weights
+        factor_N = objective.scale * weights
         z_NV *= (factor_N * (1.0 + 2.0 * z_loss * lse_N) / sum_N)[:, None]
         if smoothing:
-            z_NV -= (factor_N * smoothing / z_NV.shape[1])[:, None]
-        z_NV.scatter_add_(1, targets[:, None], (factor_N * (smoothing - 1.0))[:, None])
+            z_NV -= (factor_N * smoothing / n_entries)[:, None]
+        z_NV.scatter_add_(1, place[:, None], (factor_N * here * (smoothing - 1.0))[:, None])
         if z_NV is not narrow_NV:
             narrow_NV.copy_(z_NV)
-    return objective, nll
+    return value, nll
+
+
+def _become_exponentials(
+    z_NV: Tensor, place_N: Tensor, here_N: Tensor, objective: _Objective
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Turn logits, in place, into their exponentials relative to the largest. Returns, of each token and over the
+    entries of all ranks: the exponentials' sum, the largest logit, the target's, and (for smoothing) the logits' sum.
+    """
+    group = objective.group
+    target_logit_N = z_NV.gather(1, place_N[:, None]).squeeze(1) * here_N
+    total_N = z_NV.sum(dim=-1) if objective.smoothing else torch.zeros_like(target_logit_N)
+    largest_N = z_NV.amax(dim=-1)
+    if group is not None:
+        group.all_reduce_(largest_N, "max")
+    sum_N = z_NV.sub_(largest_N[:, None]).exp_().sum(dim=-1)
+    if group is not None:
+        sum_N, target_logit_N, total_N = group.all_reduce_(torch.stack((sum_N, target_logit_N, total_N)))
+    return sum_N, largest_N, target_logit_N, total_N

@@ -1,0 +1,245 @@
+"""Tensor and sequence parallelism against one process in float64: loss, every gradient, dropout, and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from pool import WorkerPool
+from torch import Tensor
+
+from modelworks.config import ModelConfig, ParallelConfig
+from modelworks.layout import Layout, ParameterPlan, plan_parameters
+from modelworks.models import (
+    CausalContext,
+    DocumentContext,
+    DropoutKey,
+    Part,
+    Transformer,
+    initial_values,
+    initialize,
+    initialize_shards,
+)
+from modelworks.parallel import Mesh
+from modelworks.parallel.tensor import dropout_keys, shard_tensor
+from modelworks.train.loss import vocabulary_loss
+
+ROWS, LENGTH, FIRST_ROW = 2, 8, 6
+# d_ff and vocabulary divide by neither 2 nor 4.
+SIZES: dict[str, Any] = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 21, "vocab_size": 53, "max_seq_len": 16}
+DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1}
+LLAMA = ModelConfig(**SIZES, n_kv_heads=2, init_std=0.3)
+GPT2 = ModelConfig(**SIZES, family="gpt2", init_std=0.3, **DROPOUT)
+QWEN3 = ModelConfig(**SIZES, family="qwen3", n_kv_heads=2, head_dim=6, init_std=0.3, sliding_window=5, **DROPOUT)
+POST = ModelConfig(**SIZES, norm_position="post", feed_forward_bias=True, attention_output_bias=True, init_std=0.3)
+LOSS = {"label_smoothing": 0.1, "z_loss": 0.01}
+
+
+def whole_model(config: ModelConfig) -> Transformer:
+    """Biases and norm weights away from 0 and 1, so that one left out or added twice changes the loss."""
+    model = Transformer(config).to(torch.float64).train()
+    initialize(model, 3)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def batch(config: ModelConfig) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]).expand(ROWS, LENGTH)
+    return {
+        "tokens": torch.randint(0, config.vocab_size, (ROWS, LENGTH), generator=generator),
+        "targets": torch.randint(0, config.vocab_size, (ROWS, LENGTH), generator=generator),
+        "positions": torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(ROWS, LENGTH),
+        "documents": documents,
+        "weights": torch.rand(ROWS, LENGTH, generator=generator, dtype=torch.float64),
+    }
+
+
+def plans_of(config: ModelConfig, layout: Layout, sequence_parallel: bool, rank: int) -> dict[str, ParameterPlan]:
+    parallel = ParallelConfig(tp=layout.tp, sequence_parallel=sequence_parallel)
+    return plan_parameters(config, layout, parallel, rank, [range(config.n_layers)])
+
+
+def gradients_of(
+    model: Transformer, parts: Sequence[Transformer], context: Any, **loss: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients by name, of a batch through `parts` in order."""
+    here = batch(model.config)
+    x = here["tokens"]
+    for part in parts:
+        x = part(x, here["positions"], context)
+    value = vocabulary_loss(
+        x, parts[-1].head_weight(), here["targets"], here["weights"], chunk_tokens=7, **LOSS, **loss
+    )
+    value.objective.backward()
+    gradients: dict[str, Tensor] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            assert parameter.grad is not None, name
+            gradients[name] = gradients.get(name, 0.0) + parameter.grad
+    return value.objective.detach(), gradients
+
+
+def one_process(config: ModelConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    model, key = whole_model(config), DropoutKey(4, 9, LENGTH, FIRST_ROW)
+    return gradients_of(model, [model], DocumentContext(batch(config)["documents"], dropout=key))
+
+
+def split(
+    mesh: Mesh,
+    config: ModelConfig,
+    sequence_parallel: bool,
+    *,
+    recompute: Any = "none",
+    compiled: bool = False,
+    cuts: Sequence[Part] = (),
+) -> tuple[Tensor, dict[str, Tensor], dict[tuple[str, str], tuple[int, float]]]:
+    """Loss, gradients summed as their plans say, and what was sent; through one part, or through those of `cuts`."""
+    plans = plans_of(config, mesh.layout, sequence_parallel, mesh.rank)
+    model, parts = whole_model(config), []
+    for cut in cuts or [model.part]:
+        part = Transformer(config, cut).to(torch.float64).train()
+        part.load_state_dict({name: model.state_dict()[name] for name in part.state_dict()})
+        shard_tensor(part, plans, mesh, sequence_parallel=sequence_parallel)
+        part.set_recompute(recompute)
+        if compiled:
+            for block in part.blocks.values():
+                block.compile(backend="aot_eager")
+        parts.append(part)
+    key, attention_key = dropout_keys(
+        DropoutKey(4, 9, LENGTH, FIRST_ROW), mesh, config.n_heads, sequence_parallel=sequence_parallel
+    )
+    context = DocumentContext(batch(config)["documents"], dropout=key, attention_dropout=attention_key)
+    head = plans["embedding.weight" if config.tie_embeddings else "head.weight"].computed
+    loss, gradients = gradients_of(model, parts, context, group=mesh.group("tp"), vocabulary=head)
+    traffic = {key: (volume.calls, volume.bytes) for key, volume in mesh.traffic.take().items()}
+    for name, gradient in gradients.items():
+        assert tuple(gradient.shape) == plans[name].computed.local_shape, name
+        for group in plans[name].sums:
+            mesh.group(group).all_reduce_(gradient)
+    return loss, gradients, traffic
+
+
+def check(config: ModelConfig, layout: Layout, sequence_parallel: bool, results: list[Any]) -> None:
+    """Every rank's loss and gradients are one process's, to 1e-12."""
+    loss, gradients = one_process(config)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    for rank, (here, local, _) in enumerate(results):
+        assert abs(here / loss - 1) < 1e-12
+        plans = plans_of(config, layout, sequence_parallel, rank)
+        assert local.keys() == gradients.keys()
+        for name, gradient in local.items():
+            expected = gradients[name][plans[name].computed.slices]
+            # The gradient of a key's bias is zero in theory: rounding of terms that are not.
+            error = (gradient - expected).norm() / max(expected.norm(), 1e-4 * norm)
+            assert error < 1e-12, (rank, name, float(error))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
+@pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN3, POST], ids=["llama", "gpt2", "qwen3", "post"])
+def test_two_ranks_equal_one_process(workers: WorkerPool, config: ModelConfig, sequence_parallel: bool) -> None:
+    layout = Layout(tp=2)
+    results = workers.run(split, layout, config, sequence_parallel, n_kv_heads=config.n_kv_heads)
+    check(config, layout, sequence_parallel, results)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
+def test_more_ranks_than_key_value_heads(workers: WorkerPool, sequence_parallel: bool) -> None:
+    layout = Layout(tp=4)
+    results = workers.run(split, layout, QWEN3, sequence_parallel, n_kv_heads=QWEN3.n_kv_heads)
+    check(QWEN3, layout, sequence_parallel, results)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation(workers: WorkerPool, recompute: str, sequence_parallel: bool) -> None:
+    layout = Layout(tp=2)
+    results = workers.run(split, layout, GPT2, sequence_parallel, recompute=recompute)
+    check(GPT2, layout, sequence_parallel, results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks(workers: WorkerPool, recompute: str) -> None:
+    layout = Layout(tp=2)
+    results = workers.run(split, layout, QWEN3, True, compiled=True, recompute=recompute, n_kv_heads=2)
+    check(QWEN3, layout, True, results)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["untied", "tied"])
+def test_parts_pass_the_stream_of_their_own_tokens(workers: WorkerPool, config: ModelConfig) -> None:
+    cuts = [Part((0,), first=True, last=False), Part((1,), first=False, last=False), Part((), first=False, last=True)]
+    layout = Layout(tp=2)
+    results = workers.run(split, layout, config, True, cuts=cuts, n_kv_heads=config.n_kv_heads)
+    check(config, layout, True, results)
+
+
+def test_bytes_of_a_layer(workers: WorkerPool) -> None:
+    """Two all-reduces of the stream forward and two backward; or an all-gather and a reduce-scatter for each."""
+    whole = ROWS * LENGTH * LLAMA.d_model * 8  # bytes of the stream in float64
+    for tp in (2, 4):
+        for sequence_parallel in (True, False):
+            sent = []
+            for n_layers in (2, 3):
+                config = LLAMA.model_copy(update={"n_layers": n_layers})
+                [(_, _, traffic), *_] = workers.run(split, Layout(tp=tp), config, sequence_parallel, n_kv_heads=2)
+                sent.append(traffic)
+            layer = {
+                kind: (calls - sent[0][kind][0], volume - sent[0][kind][1]) for kind, (calls, volume) in sent[1].items()
+            }
+            if sequence_parallel:
+                share = (tp - 1) / tp * whole
+                # The loss reduces its scalars.
+                expected = {
+                    ("tp", "all_reduce"): (0, 0),
+                    ("tp", "all_gather"): (4, 4 * share),
+                    ("tp", "reduce_scatter"): (4, 4 * share),
+                }
+            else:
+                expected = {("tp", "all_reduce"): (4, 4 * 2 * (tp - 1) / tp * whole)}
+            assert layer == expected
+
+
+def built_on_meta(mesh: Mesh, config: ModelConfig) -> dict[str, Tensor]:
+    plans = plans_of(config, mesh.layout, True, mesh.rank)
+    with torch.device("meta"):
+        part = Transformer(config).to(torch.bfloat16)
+    shard_tensor(part, plans, mesh, sequence_parallel=True)
+    assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in part.parameters())
+    part.to_empty(device="cpu")
+    initialize_shards(part, plans, 7)
+    return dict(part.state_dict())
+
+
+def test_a_part_built_on_meta_holds_the_slices_of_the_whole_models_values(workers: WorkerPool) -> None:
+    layout = Layout(tp=2)
+    for rank, local in enumerate(workers.run(built_on_meta, layout, GPT2)):
+        plans = plans_of(GPT2, layout, True, rank)
+        assert local.keys() == plans.keys()
+        for name, values in local.items():
+            spec = plans[name].computed
+            whole = initial_values(GPT2, name, spec.shape, 7, dtype=torch.bfloat16).view(spec.shape)
+            assert torch.equal(values, whole[spec.slices]), name
+
+
+def lookup_of_a_token_that_does_not_exist(mesh: Mesh, token: int) -> str:
+    part = whole_model(LLAMA)
+    shard_tensor(part, plans_of(LLAMA, mesh.layout, False, mesh.rank), mesh, sequence_parallel=False)
+    tokens = torch.full((1, 2), token)
+    try:
+        part(tokens, torch.arange(2)[None], CausalContext())
+    except IndexError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("token", [-1, 53])
+def test_a_token_outside_the_vocabulary_is_refused_as_in_one_process(workers: WorkerPool, token: int) -> None:
+    for message in workers.run(lookup_of_a_token_that_does_not_exist, Layout(tp=2), token):
+        assert "out of range" in message
