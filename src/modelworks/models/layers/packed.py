@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from modelworks.models.layers.deferred import DeferredWeights, can_defer, deferred_linear, linear
+
 
 class Linear(nn.Module):
-    """y = x W^T + b. weight: (d_out, d_in); bias: (d_out,) or absent."""
+    """y = x W^T + b. weight: (d_out, d_in); bias: (d_out,) or absent. deferred: see `defer_weights`."""
+
+    deferred: DeferredWeights | None = None
 
     def __init__(self, d_in: int, d_out: int, bias: bool) -> None:
         super().__init__()
@@ -24,14 +28,20 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.deferred)
 
 
 def packed_linear(x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
     """`tuple(layer(x) for layer in layers)` by one product. x: (..., d_in). All have a bias, or none has."""
-    weight = _joined([layer.weight for layer in layers])
+    weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    y = F.linear(x, weight, _joined(biases) if biases else None)
+    bias = _joined(biases) if biases else None
+    if can_defer(x, layers[0].deferred):
+        with torch.no_grad():
+            weight = _joined(weights)
+        y = deferred_linear(x, weight, bias, layers[0].deferred, weights)
+    else:
+        y = F.linear(x, _joined(weights), bias)
     return torch.split(y, [layer.weight.shape[0] for layer in layers], dim=-1)
 
 

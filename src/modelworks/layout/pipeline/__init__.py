@@ -1,0 +1,37 @@
+"""Pipeline parallelism on paper: which layers each stage holds, and schedules as data. No torch.
+
+A schedule is built, validated, drawn and costed here, before it runs; `modelworks.parallel.pipeline` runs it.
+"""
+
+from modelworks.layout.pipeline.actions import Action, Kind, Program, stage_ranks
+from modelworks.layout.pipeline.draw import draw
+from modelworks.layout.pipeline.formulas import bubble_formula, peak_formula
+from modelworks.layout.pipeline.orders import SCHEDULES, placed_stages
+from modelworks.layout.pipeline.partition import partition_layers, stage_costs, stage_layers
+from modelworks.layout.pipeline.program import build_program, forward_program
+from modelworks.layout.pipeline.simulate import Costs, simulate
+from modelworks.layout.pipeline.timeline import Timed, Timeline, chrome_trace
+from modelworks.layout.pipeline.validate import validate_program
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Costs",
+    "Kind",
+    "Program",
+    "Timed",
+    "Timeline",
+    "bubble_formula",
+    "build_program",
+    "chrome_trace",
+    "draw",
+    "forward_program",
+    "partition_layers",
+    "peak_formula",
+    "placed_stages",
+    "simulate",
+    "stage_costs",
+    "stage_layers",
+    "stage_ranks",
+    "validate_program",
+]
