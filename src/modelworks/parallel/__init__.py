@@ -10,16 +10,46 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modelworks.parallel.collectives import Group as Group
+    from modelworks.parallel.context import RingContext as RingContext
+    from modelworks.parallel.context import UlyssesContext as UlyssesContext
+    from modelworks.parallel.context import context_parallel as context_parallel
+    from modelworks.parallel.context import row_order as row_order
+    from modelworks.parallel.context import sequence_columns as sequence_columns
+    from modelworks.parallel.failures import explain_out_of_memory as explain_out_of_memory
+    from modelworks.parallel.failures import is_out_of_memory as is_out_of_memory
+    from modelworks.parallel.labels import Labels as Labels
+    from modelworks.parallel.launching import RankFailed as RankFailed
+    from modelworks.parallel.launching import launch as launch
     from modelworks.parallel.mesh import Mesh as Mesh
     from modelworks.parallel.mesh import build_mesh as build_mesh
     from modelworks.parallel.mesh import single_process as single_process
     from modelworks.parallel.traffic import Traffic as Traffic
+    from modelworks.parallel.watch import RankLost as RankLost
+    from modelworks.parallel.watch import process_group as process_group
+    from modelworks.parallel.world import World as World
+    from modelworks.parallel.world import agree as agree
+    from modelworks.parallel.world import joined as joined
 
 _HOME = {
     "Group": "collectives",
+    "Labels": "labels",
     "Mesh": "mesh",
+    "RankFailed": "launching",
+    "RankLost": "watch",
+    "RingContext": "context",
     "Traffic": "traffic",
+    "UlyssesContext": "context",
+    "World": "world",
+    "agree": "world",
     "build_mesh": "mesh",
+    "context_parallel": "context",
+    "explain_out_of_memory": "failures",
+    "is_out_of_memory": "failures",
+    "joined": "world",
+    "launch": "launching",
+    "process_group": "watch",
+    "row_order": "context",
+    "sequence_columns": "context",
     "single_process": "mesh",
 }
 
