@@ -114,7 +114,24 @@ TWO = "model: llama-tiny\ndata: {sources: [{name: a, type: text, path: a}, {name
             "matches a parameter",
         ),
         ("model: llama-tiny\noptimizer: {groups: [{pattern: '*'}]}", "optimizer.groups.0", "changes nothing"),
+        (
+            "model: {preset: mixtral-tiny, experts_per_token: 9}",
+            "model.experts_per_token",
+            r"got 9, expected at most n_experts \(8\)",
+        ),
+        ("model: {preset: mixtral-tiny, dense_layers: [6]}", "model.dense_layers", "from 0 to 5, ascending"),
+        ("model: {preset: mixtral-tiny, dense_layers: [1, 0]}", "model.dense_layers", "ascending, each once"),
+        (
+            "model: {preset: mixtral-tiny, dense_layers: [0, 1, 2, 3, 4, 5]}",
+            "model.dense_layers",
+            "at least one layer left for the experts",
+        ),
+        ("model: {preset: mixtral-tiny, d_ff: 100}", "model.d_ff", r"got 100, expected d_expert \(256\) or nothing"),
+        ("model: {preset: mixtral-tiny, feed_forward_bias: true}", "model.feed_forward_bias", "have no biases"),
         # keys without effect
+        ("model: {preset: llama-tiny, router_aux_loss: 0.1}", "model.router_aux_loss", "there are no experts"),
+        ("model: {preset: llama-tiny, dense_layers: [0]}", "model.dense_layers", "there are no experts"),
+        ("model: {preset: mixtral-tiny, router_bias_rate: 0.1}", "model.router_bias_rate", "no bias to move"),
         ("model: {preset: gpt2-small, rope_theta: 5e5}", "model.rope_theta", "positions is learned, not rope"),
         (
             "model: {preset: llama-tiny, rope_scaling: {type: linear, beta_fast: 3}}",
@@ -174,6 +191,9 @@ def test_refused(text: str, key: str, message: str) -> None:
         "model: llama-tiny\noptimizer: {no_decay: ['*norm.weight', '*.bias', '*.attention.*']}",
         "model: llama-tiny\nschedule: {warmup: 100%}",
         "model: {preset: llama-tiny, attention_dropout: 0.1}",
+        "model: {preset: llama-tiny, n_experts: 4}",
+        "model: {preset: mixtral-tiny, n_experts: 4, dense_layers: [0, 2], d_ff: 512, router_bias: true}",
+        "model: {preset: mixtral-tiny, d_expert: 128, expert_capacity: 1.5, router_bias_rate: 0.1, router_bias: true}",
     ],
 )
 def test_allowed(text: str) -> None:

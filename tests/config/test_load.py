@@ -50,7 +50,8 @@ name: 2024
     )
     assert found == {
         "model.family": (
-            "line 1: model.family: got 'lama', expected one of gpt2, llama, mistral, qwen2, qwen3 "
+            "line 1: model.family: got 'lama', expected one of gpt2, llama, mistral, qwen2, qwen3, "
+            "mixtral, qwen3_moe "
             "(did you mean `llama`?)"
         ),
         "model.n_layers": "line 1: model.n_layers: got 0, expected a whole number above 0 and at most 4,096",

@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from modelworks.config.run import DataConfig, OptimizerConfig, ScheduleConfig, Sections, TrainConfig
 
 
+_KEYS_OF_EXPERTS = (
+    "experts_per_token",
+    "d_expert",
+    "dense_layers",
+    "expert_capacity",
+    "router_normalize",
+    "router_aux_loss",
+    "router_z_loss",
+    "router_bias",
+    "router_bias_rate",
+)
+
+
 def cross_problems(sections: Sections) -> list[Problem]:
     """Contradictions between keys. A section that is None (it failed on its own) is left out of the comparison."""
     model, data, train = sections.model, sections.data, sections.train
@@ -95,6 +108,11 @@ def _unused_in_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
         for key, owner in owners.items():
             if scaling.type != owner:
                 yield f"model.rope_scaling.{key}", f"only {owner} uses it, and the type is {scaling.type}"
+    if not model.n_experts:
+        for key in _KEYS_OF_EXPERTS:
+            yield f"model.{key}", "model.n_experts is 0, so there are no experts"
+    elif not model.router_bias:
+        yield "model.router_bias_rate", "model.router_bias is false, so there is no bias to move"
 
 
 def _unused_in_data(data: DataConfig) -> Iterator[tuple[str, str]]:

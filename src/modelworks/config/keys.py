@@ -38,6 +38,14 @@ _OTHER_NAMES = {
     "intermediate_size": "model.d_ff",
     "max_position_embeddings": "model.max_seq_len",
     "tie_word_embeddings": "model.tie_embeddings",
+    "num_experts": "model.n_experts",
+    "num_local_experts": "model.n_experts",
+    "num_experts_per_tok": "model.experts_per_token",
+    "top_k": "model.experts_per_token",
+    "moe_intermediate_size": "model.d_expert",
+    "capacity_factor": "model.expert_capacity",
+    "router_aux_loss_coef": "model.router_aux_loss",
+    "norm_topk_prob": "model.router_normalize",
 }
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from modelworks.config.errors import Problem, ProblemsError
 from modelworks.config.quantities import Flag, Real, Whole, parse_count
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 # Bounds far above anything built, so that a slip of the finger (1e30 layers) is answered at once.
 Positive = Annotated[Whole, Field(gt=0, le=2**40)]
 Layers = Annotated[Whole, Field(gt=0, le=4096)]
@@ -72,6 +72,8 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"norm_eps": 1e-5},
     "qwen2": {"attention_bias": True, "norm_eps": 1e-6, "rope_theta": 1e6},
     "qwen3": {"qk_norm": True, "norm_eps": 1e-6, "rope_theta": 1e6},
+    "mixtral": {"n_experts": 8, "experts_per_token": 2, "norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3_moe": {"n_experts": 128, "experts_per_token": 8, "qk_norm": True, "norm_eps": 1e-6, "rope_theta": 1e6},
 }
 
 
@@ -108,6 +110,15 @@ class ModelConfig(Frozen):
 
     # Mixture of experts: 0 experts is a dense model.
     n_experts: Annotated[Whole, Field(ge=0, le=2**16)] = 0
+    experts_per_token: Annotated[Whole, Field(gt=0, le=2**16)] = 2
+    d_expert: Width = None  # type: ignore[assignment]  # derived: d_ff
+    dense_layers: list[Annotated[Whole, Field(ge=0, lt=4096)]] = []
+    expert_capacity: Annotated[Real, Field(gt=0.0)] | None = None
+    router_normalize: Flag = True
+    router_aux_loss: Annotated[Real, Field(ge=0.0)] = 0.01
+    router_z_loss: Annotated[Real, Field(ge=0.0)] = 0.0
+    router_bias: Flag = False
+    router_bias_rate: Annotated[Real, Field(gt=0.0)] = 0.001
 
     @model_validator(mode="before")
     @classmethod
@@ -123,7 +134,10 @@ class ModelConfig(Frozen):
             "head_dim": _head_dim(d_model, n_heads) if d_model and n_heads else 1,
             "d_ff": (-(-8 * d_model // (3 * 64)) * 64 if gated else 4 * d_model) if d_model else 1,
         }
-        return {**filled, **{key: value for key, value in derived.items() if filled.get(key) is None}}
+        if _size(filled.get("n_experts")) and not filled.get("dense_layers") and filled.get("d_expert") is not None:
+            derived["d_ff"] = filled["d_expert"]  # the only width there is
+        filled |= {key: value for key, value in derived.items() if filled.get(key) is None}
+        return filled if filled.get("d_expert") is not None else {**filled, "d_expert": filled["d_ff"]}
 
     @field_validator("head_dim", mode="before")
     @classmethod
@@ -143,6 +157,10 @@ class ModelConfig(Frozen):
     def gated(self) -> bool:
         """Whether the feed-forward multiplies two up-projections (SwiGLU, GeGLU)."""
         return self.feed_forward.endswith("glu")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward of `layer` (from 0) is a mixture of experts."""
+        return self.n_experts > 0 and layer not in self.dense_layers
 
     @property
     def d_attention(self) -> int:
@@ -184,3 +202,21 @@ def _contradictions(model: ModelConfig) -> Iterator[Problem]:
         if scaling.type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
             expected = f"a number below high_freq_factor ({scaling.high_freq_factor:g})"
             yield Problem("rope_scaling.low_freq_factor", scaling.low_freq_factor, expected)
+    if model.n_experts:
+        yield from _contradictions_of_experts(model)
+
+
+def _contradictions_of_experts(model: ModelConfig) -> Iterator[Problem]:
+    if model.experts_per_token > model.n_experts:
+        yield Problem("experts_per_token", model.experts_per_token, f"at most n_experts ({model.n_experts})")
+    if model.feed_forward_bias:
+        yield Problem("feed_forward_bias", True, f"false: experts (n_experts is {model.n_experts}) have no biases")
+    dense = model.dense_layers
+    if dense != sorted(set(dense)) or any(layer >= model.n_layers for layer in dense):
+        expected = f"numbers of layers from 0 to {model.n_layers - 1}, ascending, each once"
+        yield Problem("dense_layers", dense, expected)
+    elif len(dense) == model.n_layers:
+        yield Problem("dense_layers", dense, "at least one layer left for the experts (n_experts 0 is a dense model)")
+    elif not dense and model.d_ff != model.d_expert:
+        expected = f"d_expert ({model.d_expert}) or nothing: without dense_layers every feed-forward is an expert's"
+        yield Problem("d_ff", model.d_ff, expected)
