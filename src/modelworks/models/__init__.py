@@ -9,6 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from modelworks.models.balancing import RoutingTotals as RoutingTotals
+    from modelworks.models.balancing import load_routing_state as load_routing_state
+    from modelworks.models.balancing import routed_layers as routed_layers
+    from modelworks.models.balancing import routing_state as routing_state
+    from modelworks.models.balancing import update_router_bias as update_router_bias
     from modelworks.models.context import AttentionContext as AttentionContext
     from modelworks.models.context import CachedContext as CachedContext
     from modelworks.models.context import CausalContext as CausalContext
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from modelworks.models.initialization import initialize_shards as initialize_shards
     from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE as LONGEST_BLOCKWISE
     from modelworks.models.recompute import activation_bytes as activation_bytes
+    from modelworks.models.routing import Routing as Routing
     from modelworks.models.sampling import Sampling as Sampling
     from modelworks.models.transformer import Part as Part
     from modelworks.models.transformer import Transformer as Transformer
@@ -38,6 +44,8 @@ _HOME = {
     "DropoutKey": "dropout",
     "NameEntry": "families",
     "Part": "transformer",
+    "Routing": "routing",
+    "RoutingTotals": "balancing",
     "Sampling": "sampling",
     "Transformer": "transformer",
     "activation_bytes": "recompute",
@@ -47,8 +55,12 @@ _HOME = {
     "initial_values": "initialization",
     "initialize": "initialization",
     "initialize_shards": "initialization",
+    "load_routing_state": "balancing",
     "name_map": "families",
+    "routed_layers": "balancing",
+    "routing_state": "balancing",
     "to_hugging_face": "families",
+    "update_router_bias": "balancing",
 }
 
 __all__ = sorted(_HOME)

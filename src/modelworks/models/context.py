@@ -18,12 +18,15 @@ from torch.nn import functional as F
 from modelworks.models.dropout import DropoutKey
 from modelworks.models.dropout import dropout as drop
 from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE, blockwise_attention
+from modelworks.models.routing import Routing
 
 
 class AttentionContext(Protocol):
-    """What a layer needs of a context. `dropout` is the key of the residual stream's masks, if it has any."""
+    """What a layer needs of a context. `dropout` is the key of the residual stream's masks, if it has any; `routing` is
+    for layers with experts, in training alone."""
 
     dropout: DropoutKey | None
+    routing: Routing | None
 
     def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
         """Make what all layers share, before the first of them (and outside what is compiled)."""
@@ -49,9 +52,13 @@ class _RowContext:
     """
 
     def __init__(
-        self, document_ids: Tensor | None, dropout: DropoutKey | None, attention_dropout: DropoutKey | None
+        self,
+        document_ids: Tensor | None,
+        dropout: DropoutKey | None,
+        attention_dropout: DropoutKey | None,
+        routing: Routing | None,
     ) -> None:
-        self.dropout = dropout
+        self.dropout, self.routing = dropout, routing
         self.attention_dropout = attention_dropout or dropout
         self._masks = _Masks(document_ids)
 
@@ -74,8 +81,14 @@ class _RowContext:
 class CausalContext(_RowContext):
     """Each row is one sequence: a token sees every token before it in its row, and itself."""
 
-    def __init__(self, *, dropout: DropoutKey | None = None, attention_dropout: DropoutKey | None = None) -> None:
-        super().__init__(None, dropout, attention_dropout)
+    def __init__(
+        self,
+        *,
+        dropout: DropoutKey | None = None,
+        attention_dropout: DropoutKey | None = None,
+        routing: Routing | None = None,
+    ) -> None:
+        super().__init__(None, dropout, attention_dropout, routing)
 
 
 class DocumentContext(_RowContext):
@@ -91,9 +104,10 @@ class DocumentContext(_RowContext):
         *,
         dropout: DropoutKey | None = None,
         attention_dropout: DropoutKey | None = None,
+        routing: Routing | None = None,
     ) -> None:
         one_document_a_row = bool((document_ids == document_ids[:, :1]).all())
-        super().__init__(None if one_document_a_row else document_ids, dropout, attention_dropout)
+        super().__init__(None if one_document_a_row else document_ids, dropout, attention_dropout, routing)
 
 
 class CachedContext:
@@ -104,6 +118,7 @@ class CachedContext:
     """
 
     dropout: DropoutKey | None = None
+    routing: Routing | None = None
 
     def __init__(self, n_layers: int, *, block: int = 256) -> None:
         self.block = block

@@ -60,7 +60,7 @@ def initial_values(
     if name.endswith(".bias"):
         return torch.zeros(size, dtype=dtype, device=device)
     std = config.init_std
-    if name.endswith((".attention.o.weight", ".feed_forward.down.weight")):
+    if name.endswith((".attention.o.weight", ".feed_forward.down.weight", ".feed_forward.experts.down.weight")):
         std /= math.sqrt(2 * config.n_layers)
     return (normal(Key.of(seed, "initialize", name), start, start + size, device=device) * std).to(dtype)
 

@@ -24,6 +24,7 @@ from modelworks.models.context import AttentionContext
 from modelworks.models.dropout import EMBEDDING_LAYER, dropout
 from modelworks.models.layers.attention import Attention, Rotation
 from modelworks.models.layers.embedding import Embedding
+from modelworks.models.layers.experts import MixtureOfExperts
 from modelworks.models.layers.feed_forward import FeedForward
 from modelworks.models.layers.norms import build_norm
 from modelworks.models.layers.packed import Linear, pack_storage
@@ -99,8 +100,8 @@ class Transformer(nn.Module):
         for block in self.blocks.values():
             attention, feed_forward = block.attention, block.feed_forward
             pack_storage((attention.q, attention.k, attention.v))  # type: ignore[union-attr, arg-type]
-            if feed_forward.gate is not None:  # type: ignore[union-attr]
-                pack_storage((feed_forward.gate, feed_forward.up))  # type: ignore[union-attr, arg-type]
+            if isinstance(feed_forward, FeedForward) and feed_forward.gate is not None:
+                pack_storage((feed_forward.gate, feed_forward.up))
 
     def _embed(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         assert self.embedding is not None
@@ -113,7 +114,8 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each with its norm and (unless switched off) its residual connection."""
+    """Attention, then feed-forward (one, or a mixture of experts), each with its norm and (unless switched off) its
+    residual connection."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -124,14 +126,16 @@ class Block(nn.Module):
         self.attention_norm = build_norm(config)
         self.attention = Attention(config, layer)
         self.feed_forward_norm = build_norm(config)
-        self.feed_forward = FeedForward(config)
+        self.has_experts = config.has_experts(layer)
+        self.feed_forward = MixtureOfExperts(config, layer) if self.has_experts else FeedForward(config)
 
     def forward(self, x: Tensor, rotation: Rotation | None, context: AttentionContext) -> Tensor:
         inner = self.attention_norm(x) if self.pre_norm else x
         x = self._join(x, self.attention(inner, rotation, context), context, "attention")
         x = x if self.pre_norm else self.attention_norm(x)
         inner = self.feed_forward_norm(x) if self.pre_norm else x
-        x = self._join(x, self.feed_forward(inner), context, "feed_forward")
+        change = self.feed_forward(inner, context) if self.has_experts else self.feed_forward(inner)
+        x = self._join(x, change, context, "feed_forward")
         return x if self.pre_norm else self.feed_forward_norm(x)
 
     def _join(self, x: Tensor, change: Tensor, context: AttentionContext, site: str) -> Tensor:

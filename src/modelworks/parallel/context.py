@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from modelworks.models import AttentionContext, CausalContext, DocumentContext, DropoutKey
+from modelworks.models import AttentionContext, CausalContext, DocumentContext, DropoutKey, Routing
 from modelworks.parallel.collectives import Group, all_to_all
 from modelworks.parallel.mesh import Mesh
 from modelworks.parallel.ring_attention import Block, plan_turns, ring_attention
@@ -50,12 +50,18 @@ def row_order(seq_len: int, cp: int, mode: ContextMode) -> Tensor:
 
 
 def context_parallel(
-    mesh: Mesh, mode: ContextMode, columns: Tensor, document_ids: Tensor | None, *, dropout: DropoutKey | None = None
+    mesh: Mesh,
+    mode: ContextMode,
+    columns: Tensor,
+    document_ids: Tensor | None,
+    *,
+    dropout: DropoutKey | None = None,
+    routing: Routing | None = None,
 ) -> AttentionContext:
     """The attention context of one micro-batch under cp > 1. document_ids: see `RingContext`."""
     if mode == "ring":
-        return RingContext(mesh, columns, document_ids, dropout=dropout)
-    return UlyssesContext(mesh, document_ids, dropout=dropout)
+        return RingContext(mesh, columns, document_ids, dropout=dropout, routing=routing)
+    return UlyssesContext(mesh, document_ids, dropout=dropout, routing=routing)
 
 
 class RingContext:
@@ -66,9 +72,15 @@ class RingContext:
     """
 
     def __init__(
-        self, mesh: Mesh, columns: Tensor, document_ids: Tensor | None = None, *, dropout: DropoutKey | None = None
+        self,
+        mesh: Mesh,
+        columns: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        dropout: DropoutKey | None = None,
+        routing: Routing | None = None,
     ) -> None:
-        self.dropout = dropout
+        self.dropout, self.routing = dropout, routing
         self._group = mesh.group("cp")
         self._length = len(columns)
         expected = sequence_columns(self._length * self._group.size, self._group.size, self._group.index, "ring")
@@ -115,8 +127,15 @@ class UlyssesContext:
     · (2 Q + KV) in the forward pass, as many in the backward pass, counted as `all_to_all` on the axis `cp`.
     """
 
-    def __init__(self, mesh: Mesh, document_ids: Tensor | None = None, *, dropout: DropoutKey | None = None) -> None:
-        self.dropout = dropout
+    def __init__(
+        self,
+        mesh: Mesh,
+        document_ids: Tensor | None = None,
+        *,
+        dropout: DropoutKey | None = None,
+        routing: Routing | None = None,
+    ) -> None:
+        self.dropout, self.routing = dropout, routing
         self._group = mesh.group("cp")
         self._documents = _WholeRows(self._group, document_ids, "ulysses")
         self._rows: AttentionContext | None = None

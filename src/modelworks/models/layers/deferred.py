@@ -7,8 +7,8 @@ input and the gradient of its output. `run` makes the products later, when the p
 
     y = x W^T + b        at once: dx = dy W, db = sum dy        later: dW += dy^T x
 
-Only weights of linear maps are put off; they are nearly all of the work. Gradients of biases, norms and embeddings are
-made at once, and so is the head's, which the vocabulary loss makes in its forward pass.
+Only weights of linear maps (also those of experts) are put off; they are nearly all of the work. Gradients of biases,
+norms and embeddings are made at once, and so is the head's, which the vocabulary loss makes in its forward pass.
 
 Invariant: after `run` every parameter's gradient is what a whole backward pass gives, up to the order of additions.
 Where nothing is bound, `linear` is `F.linear` and no code here runs.
@@ -59,8 +59,12 @@ class DeferredWeights:
         def make() -> None:
             product = outputs.T @ rows
             for parameter, part in zip(parameters, torch.split(product, [len(p) for p in parameters]), strict=True):
-                _accumulate(parameter, part)
+                accumulate(parameter, part)
 
+        self.put_off(make)
+
+    def put_off(self, make: Callable[[], None]) -> None:
+        """make: makes a weight's gradient and accumulates it. Called by `run`, or now in an ordinary backward pass."""
         if self._current is None:
             make()  # a backward pass that nobody cut in two
         else:
@@ -136,7 +140,7 @@ class _DeferredLinear(torch.autograd.Function):
         return input_gradient, None, bias_gradient, None, None
 
 
-def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     """As autograd does it: in the parameter's dtype, a first gradient taken as it is."""
     if not parameter.requires_grad:
         return
