@@ -48,8 +48,7 @@ def partial_attention(
     with torch.autocast(q_BTHK.device.type, enabled=False):
         for queries, seen, scores in _tiles(q_BTHK, k_BSGK, visible_BTS, causal):
             lse = scores.logsumexp(-1, keepdim=True)
-            # Where nothing is visible lse is -inf, and -inf - -inf would be NaN.
-            weights = scores.sub_(lse.masked_fill(lse == -math.inf, 0.0)).exp_()
+            weights = scores.sub_(_finite(lse)).exp_()
             out_BTHK[:, queries] = _by_head(weights.to(inputs) @ values[:, :, :seen], q_BTHK.shape[2])
             lse_BTH[:, queries] = _by_head(lse, q_BTHK.shape[2]).squeeze(-1)
     return out_BTHK, lse_BTH
@@ -87,10 +86,11 @@ def partial_attention_gradients(
 
 
 def merge_(out_BTHK: Tensor, lse_BTH: Tensor, more_out_BTHK: Tensor, more_lse_BTH: Tensor) -> None:
-    """Put further keys' part into (out, lse), in place. At least one of the two saw a key for every query."""
+    """Put further keys' part into (out, lse), in place. Of no keys at all, out is 0 and lse is -inf."""
     total_BTH = torch.logaddexp(lse_BTH, more_lse_BTH)
-    out_BTHK.mul_((lse_BTH - total_BTH).exp_()[..., None])
-    out_BTHK.add_(more_out_BTHK * (more_lse_BTH - total_BTH).exp_()[..., None])
+    shift_BTH = _finite(total_BTH)
+    out_BTHK.mul_((lse_BTH - shift_BTH).exp_()[..., None])
+    out_BTHK.add_(more_out_BTHK * (more_lse_BTH - shift_BTH).exp_()[..., None])
     lse_BTH.copy_(total_BTH)
 
 
@@ -114,6 +114,11 @@ def _tiles(
         elif visible_BTS is not None:
             by_query.masked_fill_(~visible_BTS[:, None, start:end, None], -math.inf)
         yield slice(start, end), seen, scores
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """What to subtract in place of lse: where nothing is visible it is -inf, and -inf - -inf would be NaN, not 0."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def _scale(q_BTHK: Tensor) -> float:

@@ -56,7 +56,6 @@ def plan_turns(
     """For each turn of a ring of `size` ranks, what rank `place` computes.
 
     piece: columns of a piece. document_ids: of whole rows, (B, 2 · size · piece), in order; None for one a row.
-    In turn 0 every query sees itself, so from then on no log-sum-exp is -inf.
     """
     if window is not None and window >= 2 * size * piece:
         window = None
@@ -69,7 +68,6 @@ def plan_turns(
             continue
         theirs = _pieces(source, size)
         pairs = [(i, j) for i in (0, 1) for j in (0, 1) if theirs[j] <= own[i]]
-        pairs.sort(key=lambda pair: own[pair[0]] != theirs[pair[1]])  # each query's own key first
         blocks = []
         for i, j in pairs:
             queries, keys = (
