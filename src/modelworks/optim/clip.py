@@ -1,7 +1,8 @@
 """The global norm of all gradients, and clipping by it (Pascanu et al. 2013, 1211.5063).
 
 Invariant: the norm is that of the *logical* gradient, every element counted once. A rank that holds shards passes
-the gradients it owns and a `reduce` that combines the ranks' contributions; the arithmetic is the same.
+all its gradients, the names of those that it counts (of several ranks with the same elements one does), and a `reduce`
+that combines the ranks' contributions. All ranks get the same norm and scale everything they hold by it.
 
 A norm that is not finite is returned as it is and nothing is scaled: whether to skip, stop or go on is the
 caller's decision, and gradients multiplied by NaN would hide where it came from.
@@ -10,29 +11,37 @@ caller's decision, and gradients multiplied by NaN would hide where it came from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-# Combines one float64 scalar over all shards, by sum or by maximum; called once or twice for a norm, the same for all.
+# Combines one float64 scalar over all ranks, by sum or by maximum; called once or twice for a norm, the same for all. A
+# rank that counts nothing passes a scalar on the CPU, whatever its device.
 Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]
 
 
 def clip_gradients(
-    named_gradients: Mapping[str, Tensor], max_norm: float | None, p: float = 2.0, reduce: Reduce | None = None
+    named_gradients: Mapping[str, Tensor],
+    max_norm: float | None,
+    p: float = 2.0,
+    reduce: Reduce | None = None,
+    counted: Collection[str] | None = None,
 ) -> float:
     """Scale gradients in place so that their global p-norm is at most `max_norm`; returns the norm before.
 
     named_gradients: full parameter name -> gradient, any shape and floating dtype. max_norm: None measures only.
-    p: any positive number, or `math.inf`. A sparse gradient is densified by nobody and therefore refused by torch.
+    p: any positive number, or `math.inf`. reduce: over all ranks that hold a part; None where one holds everything.
+    counted: names whose elements this rank adds to the norm; None for all of them.
+    A sparse gradient is densified by nobody and therefore refused by torch.
     """
     if not p > 0:
         raise ValueError(f"the norm's order must be positive, got {p}")
     gradients = [gradient for gradient in named_gradients.values() if gradient.numel()]
     combine = reduce or (lambda value, how: value)
-    norm = _global_norm(gradients, p, combine)
+    own = [gradient for name, gradient in named_gradients.items() if counted is None or name in counted]
+    norm = _global_norm([gradient for gradient in own if gradient.numel()], p, combine)
     if gradients and max_norm is not None and math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(gradients, max_norm / norm)
     return norm

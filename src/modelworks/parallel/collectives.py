@@ -26,9 +26,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from modelworks.parallel.labels import Labels, Operation
 from modelworks.parallel.traffic import Traffic
 
-Label = Callable[[str], None]
+
+class Pending:
+    """An operation on its way: call it to wait for it and have the result. One without work is done already."""
+
+    def __init__(self, work: Any, result: Tensor) -> None:
+        self._work, self._result = work, result
+
+    def __call__(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._result
+
+    @property
+    def done(self) -> bool:
+        """Whether calling would not wait for another rank."""
+        return self._work is None or bool(self._work.is_completed())
+
+
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])
 
 
@@ -38,18 +56,18 @@ def _not_traced(function: _Function) -> _Function:
 
 
 class Group:
-    """Ranks that talk along one axis. Every operation is counted in `traffic` and announced to `label`.
+    """Ranks that talk along one axis. Every operation is counted in `traffic` and announced to `labels`.
 
     ranks: global numbers in the order of their places; index: this rank's own place. handle: the process group, None
     for a group of one.
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], rank: int, handle: Any, traffic: Traffic, label: Label | None = None
+        self, name: str, ranks: Sequence[int], rank: int, handle: Any, traffic: Traffic, labels: Labels | None = None
     ) -> None:
         self.name, self.ranks, self.index = name, tuple(ranks), tuple(ranks).index(rank)
         self.handle, self.traffic = handle, traffic
-        self._label = label or (lambda text: None)
+        self._labels = labels or Labels()
 
     @property
     def size(self) -> int:
@@ -66,9 +84,9 @@ class Group:
         """In place, without waiting: returns what to `wait()` for, None for a group of one."""
         if self.size == 1:
             return None
-        self._note("all_reduce", 2 * (self.size - 1) / self.size * _bytes(x))
-        operation = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
-        return dist.all_reduce(x, operation, group=self.handle, async_op=True)
+        operation = self._begin("all_reduce", 2 * (self.size - 1) / self.size * _bytes(x))
+        reduction = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+        return _Started(dist.all_reduce(x, reduction, group=self.handle, async_op=True), operation, self._labels, x)
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """Equal parts of all ranks, concatenated along `dim`."""
@@ -76,19 +94,14 @@ class Group:
             return x
         return _joined_along(self.start_all_gather(x.contiguous())(), self.size, dim)
 
-    def start_all_gather(self, x: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+    def start_all_gather(self, x: Tensor, out: Tensor | None = None) -> Pending:
         """Along dimension 0, without waiting: call what is returned for the result. x: contiguous."""
         if self.size == 1:
-            return lambda: x if out is None else out.copy_(x)
-        self._note("all_gather", (self.size - 1) * _bytes(x))
+            return Pending(None, x if out is None else out.copy_(x))
+        operation = self._begin("all_gather", (self.size - 1) * _bytes(x))
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if out is None else out
-        work: Any = dist.all_gather_single(result, x, group=self.handle, async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()
-            return result
-
-        return wait
+        work = dist.all_gather_single(result, x, group=self.handle, async_op=True)
+        return Pending(_Started(work, operation, self._labels, x), result)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """The sum over ranks, of which each keeps an equal part along `dim`."""
@@ -97,28 +110,25 @@ class Group:
         parts = torch.cat(x.chunk(self.size, dim)) if dim else x.contiguous()
         return self.start_reduce_scatter(parts.view(self.size, -1))().view(_part_shape(x.shape, dim, self.size))
 
-    def start_reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
+    def start_reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Pending:
         """Along dimension 0, without waiting: call what is returned for the result. x: contiguous."""
         if self.size == 1:
-            return lambda: x if out is None else out.copy_(x)
-        self._note("reduce_scatter", (self.size - 1) / self.size * _bytes(x))
+            return Pending(None, x if out is None else out.copy_(x))
+        operation = self._begin("reduce_scatter", (self.size - 1) / self.size * _bytes(x))
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:])) if out is None else out
-        work: Any = dist.reduce_scatter_single(result, x, group=self.handle, async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()
-            return result
-
-        return wait
+        work = dist.reduce_scatter_single(result, x, group=self.handle, async_op=True)
+        return Pending(_Started(work, operation, self._labels, x), result)
 
     def all_to_all(self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
         """Rows of x: the first input_splits[0] go to place 0 and so on; what arrives, in the order of places."""
         if self.size == 1:
             return x
         staying = input_splits[self.index] * (_bytes(x) // max(1, x.shape[0]))
-        self._note("all_to_all", _bytes(x) - staying)
+        operation = self._begin("all_to_all", _bytes(x) - staying)
         result = x.new_empty((sum(output_splits), *x.shape[1:]))
-        dist.all_to_all_single(result, x.contiguous(), list(output_splits), list(input_splits), group=self.handle)
+        parts = (list(output_splits), list(input_splits))
+        work = dist.all_to_all_single(result, x.contiguous(), *parts, group=self.handle, async_op=True)
+        _Started(work, operation, self._labels, x).wait()
         return result
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Any]:
@@ -126,46 +136,74 @@ class Group:
 
         Two ranks that do this at the same time cannot wait for each other in the wrong order.
         """
-        operations = [dist.P2POp(dist.isend, tensor, self.ranks[place], self.handle) for tensor, place in sends]
-        operations += [dist.P2POp(dist.irecv, tensor, self.ranks[place], self.handle) for tensor, place in receives]
+        transfers = [dist.P2POp(dist.isend, tensor, self.ranks[place], self.handle) for tensor, place in sends]
+        transfers += [dist.P2POp(dist.irecv, tensor, self.ranks[place], self.handle) for tensor, place in receives]
+        if not transfers:
+            return []
         for tensor, _ in sends:
-            self._note("send", _bytes(tensor))
-        return list(dist.batch_isend_irecv(operations)) if operations else []
+            self.traffic.add(self.name, "send", _bytes(tensor))
+        others = tuple(sorted({self.ranks[place] for _, place in (*sends, *receives)}))
+        operation = self._labels.begin(f"exchange {self.name}", self.ranks, others)
+        example = transfers[0].tensor
+        return [_Started(work, operation, self._labels, example) for work in dist.batch_isend_irecv(transfers)]
 
     def send(self, x: Tensor, place: int, tag: int = 0) -> Any:
         """Start sending; returns what to `wait()` for. x must not change until then."""
-        self._note("send", _bytes(x))
-        return dist.isend(x, self.ranks[place], group=self.handle, tag=tag)
+        self.traffic.add(self.name, "send", _bytes(x))
+        other = self.ranks[place]
+        operation = self._labels.begin(f"send {self.name} to rank {other}", self.ranks, (other,))
+        return _Started(dist.isend(x, other, group=self.handle, tag=tag), operation, self._labels, x)
 
     def receive(self, x: Tensor, place: int, tag: int = 0) -> Any:
         """Start receiving into x; returns what to `wait()` for."""
-        self._label(f"receive {self.name} from rank {self.ranks[place]}")
-        return dist.irecv(x, self.ranks[place], group=self.handle, tag=tag)
+        other = self.ranks[place]
+        operation = self._labels.begin(f"receive {self.name} from rank {other}", self.ranks, (other,))
+        return _Started(dist.irecv(x, other, group=self.handle, tag=tag), operation, self._labels, x)
 
     def broadcast_(self, x: Tensor, place: int = 0) -> Tensor:
         """In place, from the rank at `place`; returns x."""
         if self.size > 1:
-            self._note("broadcast", _bytes(x) if self.index == place else 0)
-            dist.broadcast(x, self.ranks[place], group=self.handle)
+            operation = self._begin("broadcast", _bytes(x) if self.index == place else 0)
+            work = dist.broadcast(x, self.ranks[place], group=self.handle, async_op=True)
+            _Started(work, operation, self._labels, x).wait()
         return x
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Small values of all ranks, in the order of places, on every rank. For what is said, not for tensors."""
         if self.size == 1:
             return [value]
-        self._label(f"gather_objects {self.name}")
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.handle)
+        with self._labels.waiting(self._labels.begin(f"gather_objects {self.name}", self.ranks)):
+            dist.all_gather_object(values, value, group=self.handle)
         return values
 
     def barrier(self) -> None:
         if self.size > 1:
-            self._label(f"barrier {self.name}")
-            dist.barrier(group=self.handle)
+            with self._labels.waiting(self._labels.begin(f"barrier {self.name}", self.ranks)):
+                dist.barrier(group=self.handle)
 
-    def _note(self, kind: str, size: float) -> None:
+    def _begin(self, kind: str, size: float) -> Operation:
         self.traffic.add(self.name, kind, size)
-        self._label(f"{kind} {self.name}")
+        return self._labels.begin(f"{kind} {self.name}", self.ranks)
+
+
+class _Started:
+    """An operation under way. On a CUDA device `wait` only orders streams: the process goes on, and the operation
+    counts as awaited until the device has done it."""
+
+    def __init__(self, work: Any, operation: Operation, labels: Labels, x: Tensor) -> None:
+        self._work, self._operation, self._labels, self._on_cuda = work, operation, labels, x.is_cuda
+
+    def wait(self) -> None:
+        with self._labels.waiting(self._operation):
+            self._work.wait()
+        if self._on_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._labels.unfinished(self._operation, event.query)
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
 
 
 @_not_traced

@@ -1,0 +1,295 @@
+"""Zero 0, 1 and 2 against one process in float64: gradients, norm, three updates; bytes and traffic by the formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from data_cases import Case, assert_equal_to_one_process, split
+from pool import WorkerPool
+from torch import nn
+
+from modelworks.config import ParallelConfig
+from modelworks.layout import Layout, ParameterPlan, ShardSpec, split_in_chunks
+from modelworks.layout.data_memory import data_parallel_memory, data_parallel_traffic, is_copied, padded_part
+from modelworks.layout.placement import zero_dimension
+from modelworks.parallel import Mesh
+from modelworks.parallel.gradients import build_gradient_store
+
+SMALL_BUCKETS = {"bucket_size": 2048}
+# k has 2 rows and 18 columns, which 3 ranks cut along the columns: shards that are not contiguous.
+SLANTED = {"d_model": 18, "n_heads": 9, "n_kv_heads": 1, "head_dim": 2}
+
+
+def parallel(**keys: Any) -> ParallelConfig:
+    return ParallelConfig(**{**SMALL_BUCKETS, **keys})
+
+
+CASES = {
+    "plain": Case(parallel(dp_replicate=2)),
+    "plain, every": Case(parallel(dp_replicate=2, accumulate_reduce="every"), micro_batches=3),
+    "plain, tied": Case(parallel(dp_replicate=2), {"tie_embeddings": True}, micro_batches=2),
+    "1": Case(parallel(dp_shard=2, zero=1), micro_batches=4),
+    "1, every": Case(parallel(dp_shard=3, zero=1, accumulate_reduce="every"), micro_batches=2),
+    "1, slanted": Case(parallel(dp_shard=3, zero=1), SLANTED, p=float("inf")),
+    "2": Case(parallel(dp_shard=2, zero=2), p=3.0),
+    "2, uneven": Case(parallel(dp_shard=3, zero=2), {"tie_embeddings": True}, micro_batches=3),
+    "2, every": Case(parallel(dp_shard=3, zero=2, accumulate_reduce="every"), SLANTED, micro_batches=4),
+    "2, by hand": Case(parallel(dp_shard=3, zero=2), micro_batches=2, deferred=True),
+    "2, by hand, every": Case(parallel(dp_shard=2, zero=2, accumulate_reduce="every"), micro_batches=2, deferred=True),
+    "2, from meta": Case(parallel(dp_shard=3, zero=2), on_meta=True),
+    "hybrid": Case(parallel(dp_replicate=2, dp_shard=2, zero=1), micro_batches=2),
+    "hybrid, every": Case(parallel(dp_replicate=2, dp_shard=2, zero=2, accumulate_reduce="every"), micro_batches=3),
+    "context": Case(parallel(dp_shard=2, cp=2, zero=2), {"family": "gpt2", "n_kv_heads": 4, "tie_embeddings": True}),
+    "dropout": Case(parallel(dp_shard=2, zero=2), {"dropout": 0.2}, micro_batches=3, recompute="full"),
+}
+
+
+def expected_memory(case: Case, plans: dict[str, ParameterPlan]) -> Any:
+    return data_parallel_memory(
+        plans,
+        case.layout,
+        0,
+        zero=case.parallel.zero,
+        accumulate=case.parallel.accumulate_reduce,
+        micro_batches=case.micro_batches,
+        itemsize=case.dtype.itemsize,
+    )
+
+
+def assert_bytes_and_traffic(results: list[dict[str, Any]], case: Case) -> None:
+    """Measured equals the formulas exactly, on every rank and in every step."""
+    plans = results[0]["plans"]
+    traffic = data_parallel_traffic(
+        plans,
+        case.layout,
+        0,
+        zero=case.parallel.zero,
+        accumulate=case.parallel.accumulate_reduce,
+        micro_batches=case.micro_batches,
+        itemsize=case.dtype.itemsize,
+    )
+    for result in results:
+        memory = expected_memory(case, result["plans"])
+        assert result["resting"] == {"parameters": memory.parameters, "gradients": 0}
+        assert result["after"]["gradients"] == 0
+        for held in result["held"]:
+            assert held[-1]["gradients"] == memory.gradients
+            if case.parallel.accumulate_reduce == "last":
+                assert [bytes_["gradients"] for bytes_ in held[:-2]] == [memory.accumulating] * (len(held) - 2)
+        for measured in result["traffic"]:
+            assert measured.keys() == traffic.keys()
+            for key, volume in measured.items():
+                assert volume == pytest.approx(traffic[key], rel=1e-12), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(workers: WorkerPool, name: str) -> None:
+    case = CASES[name]
+    results = workers.run(split, case.layout, case)
+    assert_equal_to_one_process(results, case)
+    assert_bytes_and_traffic(results, case)
+
+
+def test_sharding_sends_what_plain_data_parallelism_sends(workers: WorkerPool) -> None:
+    sent = {}
+    for zero, axis in ((0, "dp_replicate"), (1, "dp_shard"), (2, "dp_shard")):
+        case = Case(parallel(zero=zero, **{axis: 2}))
+        sent[zero] = sum(workers.run(split, case.layout, case)[0]["traffic"][0].values())
+    assert sent[0] == sent[1] == sent[2] > 0
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_bfloat16_gradients_are_summed_in_float32(workers: WorkerPool, zero: int) -> None:
+    axis = "dp_shard" if zero else "dp_replicate"
+    case = Case(parallel(zero=zero, **{axis: 2}), micro_batches=3, dtype=torch.bfloat16)
+    results = workers.run(split, case.layout, case)
+    assert all(gradient.dtype == torch.float32 for gradient in results[0]["gradients"].values())
+    # One process adds up in bfloat16: 8 bits of mantissa.
+    assert_equal_to_one_process(results, case, bound=0.05)
+    assert_bytes_and_traffic(results, case)
+
+
+class Experts(nn.Module):
+    """Two layers of which the second is a mixture's: names are all that a store looks at."""
+
+    def __init__(self, local: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({"0": nn.Module()})
+        block = self.blocks["0"]
+        block.up = nn.Linear(6, 5, bias=False, dtype=torch.float64)
+        block.experts = nn.Parameter(torch.zeros(local, dtype=torch.float64))
+        block.unused = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        block = self.blocks["0"]
+        y = torch.einsum("bd,eod->beo", block.up(x), block.experts).square().sum()
+        return y + (block.unused.square().sum() * x.sum() if use else 0.0)
+
+
+def expert_plans(mesh: Mesh, zero: int) -> dict[str, ParameterPlan]:
+    """As `plan_parameters` would: experts spread over ep and cut over what is left, the rest cut over all."""
+    shapes = {"blocks.0.up.weight": (5, 6), "blocks.0.experts": (4, 3, 5), "blocks.0.unused": (7,)}
+    plans = {}
+    for name, shape in shapes.items():
+        experts = name.endswith("experts")
+        computed = ShardSpec.whole(name, shape)
+        if experts:
+            computed = computed.cut(0, mesh.size("ep"), mesh.place("ep"))
+        group = mesh.group("expert_shard" if experts else "shard")
+        stored, dimension = computed, None
+        if zero and group.size > 1:
+            dimension = zero_dimension(computed.local_shape, group.size)
+            stored = split_in_chunks(computed, dimension, group.size, group.index)
+        plans[name] = ParameterPlan(computed, stored, dimension, experts=experts)
+    return plans
+
+
+def experts(mesh: Mesh, settings: ParallelConfig) -> dict[str, Any]:
+    """The largest difference between what the store gives and local gradients summed by name, group after group."""
+    plans = expert_plans(mesh, settings.zero)
+    model = Experts(plans["blocks.0.experts"].computed.local_shape)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():  # the same on all ranks
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(mesh.rank), dtype=torch.float64)
+    use = mesh.rank % 2 == 1  # half of the ranks never use one of the parameters
+    expected = dict.fromkeys(plans, torch.zeros(()))
+    for part in x:
+        gradients = torch.autograd.grad(model(part, use), list(model.parameters()), allow_unused=True)
+        for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+            expected[name] = expected[name] + (torch.zeros_like(parameter) if gradient is None else gradient)
+    for name, plan in plans.items():
+        groups = ("expert_shard", "expert_replicate") if plan.experts else ("data",)
+        for group in groups:
+            mesh.group(group).all_reduce_(expected[name])
+    store = build_gradient_store([model], plans, mesh, settings)
+    store.begin_step(len(x))
+    for index, part in enumerate(x):
+        store.before_backward(list(plans), last=index == len(x) - 1)
+        model(part, use).backward()
+        store.after_backward(list(plans))
+    errors = {}
+    for name, gradient in store.finish().items():
+        plan = plans[name]
+        inside = tuple(
+            slice(first - start, stop - start)
+            for (first, stop), (start, _) in zip(plan.stored.bounds, plan.computed.bounds, strict=True)
+        )
+        assert gradient.shape == plan.stored.local_shape
+        errors[name] = float((gradient - expected[name][inside]).abs().sum())
+    store.end_step()
+    return errors
+
+
+EXPERT_LAYOUTS = [
+    {"dp_replicate": 4, "ep": 2},
+    {"dp_shard": 4, "ep": 2, "zero": 1},
+    {"dp_shard": 4, "ep": 4, "zero": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 4, "zero": 1},
+]
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("keys", EXPERT_LAYOUTS, ids=str)
+def test_experts_and_parameters_that_some_ranks_do_not_use(
+    workers: WorkerPool, keys: dict[str, int], every: bool
+) -> None:
+    settings = parallel(**keys, accumulate_reduce="every" if every else "last")
+    for errors in workers.run(experts, Layout.of(settings), settings):
+        assert errors.keys() == {"blocks.0.up.weight", "blocks.0.experts", "blocks.0.unused"}
+        assert max(errors.values()) <= 1e-11
+
+
+def two_stages(mesh: Mesh, settings: ParallelConfig) -> dict[str, float]:
+    """A parameter of two parts on one rank, as tied embeddings under a schedule that comes back: reduced once."""
+    shared = nn.Parameter(torch.full((4, 3), 2.0, dtype=torch.float64))
+    parts = []
+    for name in ("first", "second"):
+        part = nn.Module()
+        part.shared = shared
+        part.register_parameter(name, nn.Parameter(torch.ones(5, dtype=torch.float64)))
+        part.blocks = nn.ModuleDict()
+        parts.append(part)
+    plans = {}
+    for name, shape in {"shared": (4, 3), "first": (5,), "second": (5,)}.items():
+        computed = ShardSpec.whole(name, shape)
+        stored = split_in_chunks(computed, 0, 2, mesh.rank)
+        plans[name] = ParameterPlan(computed, stored, 0)
+    store = build_gradient_store(parts, plans, mesh, settings)
+    mesh.traffic.take()
+    store.begin_step(1)
+    for name, part, factor in (("second", parts[1], 3.0), ("first", parts[0], 5.0)):
+        store.unshard([name])
+        store.before_backward(["shared", name], last=True)
+        ((part.shared * factor).sum() + getattr(part, name).sum()).mul(mesh.rank + 1).backward()
+        store.after_backward(["shared", name])
+    gradients = store.finish()
+    scattered = mesh.traffic.take()["shard", "reduce_scatter"].calls
+    return {name: gradient.unique().tolist() for name, gradient in gradients.items()} | {"calls": scattered}
+
+
+def test_a_parameter_of_two_stages_is_reduced_after_both(workers: WorkerPool) -> None:
+    settings = parallel(dp_shard=2, zero=2)
+    for result in workers.run(two_stages, Layout.of(settings), settings):
+        assert result == {"shared": [24.0], "first": [3.0], "second": [3.0], "calls": 3}
+
+
+def test_finishing_before_the_last_backward_is_an_error(workers: WorkerPool) -> None:
+    with pytest.raises(AssertionError, match="no backward was the last one for"):
+        workers.run(finish_too_early, Layout(dp_replicate=2), CASES["plain"])
+
+
+def finish_too_early(mesh: Mesh, case: Case) -> None:
+    from data_cases import build
+
+    build(mesh, case)[2].finish()
+
+
+def test_formulas_by_hand() -> None:
+    """A (5, 4) and a (2, 6) parameter over 3 ranks: 2 rows each, and 2 columns each."""
+    layout, plans = Layout(dp_shard=3, dp_replicate=2), {}
+    for name, shape in {"blocks.0.a": (5, 4), "head": (2, 6)}.items():
+        whole = ShardSpec.whole(name, shape)
+        dimension = zero_dimension(shape, 3)
+        plans[name] = ParameterPlan(whole, split_in_chunks(whole, dimension, 3, 0), dimension)
+    assert [padded_part(plan, 3) for plan in plans.values()] == [8, 4]
+    assert [is_copied(plan) for plan in plans.values()] == [False, True]
+    common: dict[str, Any] = {"micro_batches": 4}
+    memory = {
+        (zero, accumulate): data_parallel_memory(plans, layout, 0, zero=zero, accumulate=accumulate, **common)
+        for zero in (1, 2, 3)
+        for accumulate in ("last", "every")
+    }
+    assert {key: value.gradients for key, value in memory.items()} == {
+        (1, "last"): 4 * 36, (1, "every"): 4 * 12, (2, "last"): 4 * 12,
+        (2, "every"): 4 * 12, (3, "last"): 4 * 12, (3, "every"): 4 * 12,
+    }  # fmt: skip
+    assert {value.accumulating for key, value in memory.items() if key[1] == "last"} == {4 * 32}
+    assert {value.parameters for key, value in memory.items()} == {4 * 36, 4 * 12}  # the copied shard has 4 elements
+    traffic = data_parallel_traffic(plans, layout, 0, zero=3, accumulate="every", **common)
+    assert traffic == {
+        ("shard", "reduce_scatter"): 4 * 2 * 12 * 4,
+        ("dp_replicate", "all_reduce"): 12 * 4,
+        ("shard", "all_gather"): 4 * 2 * (2 * 8 + 4) * 4,
+    }
+    once = data_parallel_traffic(plans, layout, 0, zero=3, accumulate="last", gathers="step", **common)
+    assert once["shard", "all_gather"] == 2 * 12 * 4
+
+
+def test_a_plan_of_another_shape_is_refused(workers: WorkerPool) -> None:
+    with pytest.raises(AssertionError, match=r"the parameter has shape \(50, 16\), its plan says \(51, 16\)"):
+        workers.run(wrong_plan, Layout(dp_replicate=2), replace(CASES["plain"], changes={}))
+
+
+def wrong_plan(mesh: Mesh, case: Case) -> None:
+    from data_cases import build
+
+    model, plans, _ = build(mesh, case)
+    for name in ("embedding.weight",):
+        spec = ShardSpec.whole(name, (51, 16))
+        plans[name] = ParameterPlan(spec, spec)
+    build_gradient_store([model], plans, mesh, case.parallel)
