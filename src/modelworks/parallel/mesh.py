@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from modelworks.layout import Layout
-from modelworks.parallel.collectives import Group, Label
+from modelworks.parallel.collectives import Group
+from modelworks.parallel.labels import Labels
 from modelworks.parallel.traffic import Traffic
 
 GROUPS = (
@@ -75,11 +76,11 @@ class Mesh:
 
 
 def build_mesh(
-    layout: Layout, device: torch.device, *, n_kv_heads: int | None = None, label: Label | None = None
+    layout: Layout, device: torch.device, *, n_kv_heads: int | None = None, labels: Labels | None = None
 ) -> Mesh:
     """Groups of this rank. torch.distributed is initialised with `layout.world_size` ranks, unless that is 1.
 
-    n_kv_heads: of the model, for the group `kv`. label: told what each collective is, as it starts.
+    n_kv_heads: of the model, for the group `kv`. labels: told of each operation as it starts and as it is waited for.
     """
     rank = dist.get_rank() if layout.world_size > 1 else 0
     traffic = Traffic()
@@ -92,7 +93,7 @@ def build_mesh(
                 whole = len(ranks) == layout.world_size
                 handles[ranks] = dist.group.WORLD if whole else dist.new_group(list(ranks))
         ranks = _ranks(layout, rank, name, n_kv_heads)
-        groups[name] = Group(name, ranks, rank, handles.get(ranks), traffic, label)
+        groups[name] = Group(name, ranks, rank, handles.get(ranks), traffic, labels)
     return Mesh(layout, rank, device, groups, traffic)
 
 
