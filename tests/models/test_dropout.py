@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modelworks.models import CachedContext, CausalContext, DropoutKey
 from modelworks.models.dropout import dropout
@@ -31,6 +34,39 @@ def test_split_rows_give_the_same_masks():
         part_key = DropoutKey(KEY.seed, KEY.step, KEY.row_length, first_row=start)
         part = part_key.keep((stop - start, 16, 10), 0.3, 2, "attention", torch.device("cpu"))
         assert torch.equal(part, whole[start:stop])
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_columns_and_heads_give_the_same_masks(data):
+    """Sequence and context parallelism give a rank some columns, in any order; tensor parallelism some heads."""
+    heads, keys = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    whole = KEY.keep((3, 16, heads, keys), 0.4, 2, "attention_weights", torch.device("cpu"))
+    columns = torch.tensor(data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=16, unique=True)))
+    first = data.draw(st.integers(0, heads - 1))
+    end = data.draw(st.integers(first + 1, heads))
+    here = replace(KEY, columns=columns, first_channel=first)
+    mask = here.keep((3, len(columns), end - first, keys), 0.4, 2, "attention_weights", torch.device("cpu"))
+    assert torch.equal(mask, whole[:, columns, first:end])
+
+
+def test_a_key_of_other_columns_is_refused():
+    with pytest.raises(ValueError, match="3 columns was used for 4 tokens"):
+        replace(KEY, columns=torch.arange(3)).keep((1, 4, 8), 0.5, 0, "attention", torch.device("cpu"))
+
+
+def test_attention_has_a_key_of_its_own_where_it_is_given_one(small):
+    model = small(dropout=0.2, attention_dropout=0.2).train()
+    tokens, positions = torch.arange(16)[None] % 61, torch.arange(16)[None]
+
+    def run(**keys):
+        return model(tokens, positions, CausalContext(**keys))
+
+    other = replace(KEY, seed=5)
+    same = run(dropout=KEY)
+    assert torch.equal(run(dropout=KEY, attention_dropout=KEY), same)
+    assert not torch.equal(run(dropout=KEY, attention_dropout=other), same)
+    assert not torch.equal(run(dropout=other, attention_dropout=KEY), run(dropout=other))
 
 
 def test_masks_differ_by_seed_step_layer_site_row_and_column():

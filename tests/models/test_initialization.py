@@ -7,9 +7,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modelworks.config import ModelConfig, parameter_shapes
-from modelworks.models import Transformer, initial_values, initialize
+from modelworks.layout import ParameterPlan, ShardSpec
+from modelworks.models import Transformer, initial_values, initialization, initialize, initialize_shards
 
 CONFIG = ModelConfig(n_layers=4, d_model=64, n_heads=4, vocab_size=300, max_seq_len=32, qk_norm=True)
 GPT2 = ModelConfig(family="gpt2", n_layers=2, d_model=64, n_heads=4, vocab_size=300, max_seq_len=32)
@@ -54,6 +57,60 @@ def test_model_holds_the_named_values_whatever_else_it_holds():
     other = Transformer(CONFIG.model_copy(update={"vocab_size": 17, "attention_bias": True}))
     initialize(other, seed=1)
     assert torch.equal(other.blocks["1"].attention.q.weight, model.blocks["1"].attention.q.weight)
+
+
+class OneParameter(torch.nn.Module):
+    """A part of a model that holds the slice `spec` of one parameter."""
+
+    def __init__(self, spec, dtype=torch.float32):
+        super().__init__()
+        self.config = CONFIG
+        self.weight = torch.nn.Parameter(torch.empty(spec.local_shape, dtype=dtype))
+
+
+def fill(spec, seed=5):
+    part = OneParameter(spec)
+    initialize_shards(part, {"weight": ParameterPlan(spec, spec)}, seed)
+    return part.weight.detach()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_slice_is_that_of_the_whole(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    starts = [data.draw(st.integers(0, size)) for size in shape]
+    bounds = tuple((start, data.draw(st.integers(start, size))) for start, size in zip(starts, shape, strict=True))
+    spec = ShardSpec("weight", shape, bounds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initialization, "_PIECE", data.draw(st.sampled_from([1, 5, 1 << 20])))
+        values = fill(spec)
+    assert torch.equal(values, initial_values(CONFIG, "weight", shape, 5).view(shape)[spec.slices])
+
+
+def test_a_slice_of_rows_makes_its_own_elements_only(monkeypatch):
+    made = []
+
+    def counted(config, name, shape, seed, piece, **more):
+        made.append(piece.stop - piece.start)
+        return initial_values(config, name, shape, seed, piece, **more)
+
+    monkeypatch.setattr(initialization, "initial_values", counted)
+    monkeypatch.setattr(initialization, "_PIECE", 100)
+    fill(ShardSpec("weight", (60, 8), ((10, 40), (0, 8))))
+    assert sum(made) == 30 * 8
+    made.clear()
+    fill(ShardSpec("weight", (4, 60, 8), ((1, 3), (10, 40), (0, 8))))  # some experts, some of their channels
+    assert sum(made) == 2 * 30 * 8
+    made.clear()
+    fill(ShardSpec("weight", (60, 8), ((0, 60), (2, 4))))  # columns: whole rows, a few at a time
+    assert max(made) <= 100
+
+
+def test_a_tensor_of_another_shape_is_refused():
+    part = OneParameter(ShardSpec.whole("weight", (4, 3)))
+    spec = ShardSpec("weight", (4, 3), ((0, 2), (0, 3)))
+    with pytest.raises(ValueError, match=r"weight: a tensor of shape \(4, 3\) cannot hold \(2, 3\)"):
+        initialize_shards(part, {"weight": ParameterPlan(spec, spec)}, 0)
 
 
 def test_seed_and_name_matter():

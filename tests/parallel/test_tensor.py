@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +18,13 @@ from modelworks.models import (
     DocumentContext,
     DropoutKey,
     Part,
+    Routing,
     Transformer,
     initial_values,
     initialize,
     initialize_shards,
 )
-from modelworks.parallel import Mesh
-from modelworks.parallel.tensor import dropout_keys, shard_tensor
+from modelworks.parallel import Mesh, dropout_keys, shard_tensor
 from modelworks.train.loss import vocabulary_loss
 
 ROWS, LENGTH, FIRST_ROW = 2, 8, 6
@@ -34,6 +35,16 @@ LLAMA = ModelConfig(**SIZES, n_kv_heads=2, init_std=0.3)
 GPT2 = ModelConfig(**SIZES, family="gpt2", init_std=0.3, **DROPOUT)
 QWEN3 = ModelConfig(**SIZES, family="qwen3", n_kv_heads=2, head_dim=6, init_std=0.3, sliding_window=5, **DROPOUT)
 POST = ModelConfig(**SIZES, norm_position="post", feed_forward_bias=True, attention_output_bias=True, init_std=0.3)
+EXPERTS = ModelConfig(
+    **SIZES,
+    family="mixtral",
+    n_experts=4,
+    n_kv_heads=2,
+    init_std=0.3,
+    router_z_loss=0.02,
+    router_aux_loss=0.3,
+    **DROPOUT,
+)
 LOSS = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
@@ -88,7 +99,8 @@ def gradients_of(
 
 def one_process(config: ModelConfig) -> tuple[Tensor, dict[str, Tensor]]:
     model, key = whole_model(config), DropoutKey(4, 9, LENGTH, FIRST_ROW)
-    return gradients_of(model, [model], DocumentContext(batch(config)["documents"], dropout=key))
+    routing = Routing(1 / ROWS, LENGTH)
+    return gradients_of(model, [model], DocumentContext(batch(config)["documents"], dropout=key, routing=routing))
 
 
 def split(
@@ -115,7 +127,8 @@ def split(
     key, attention_key = dropout_keys(
         DropoutKey(4, 9, LENGTH, FIRST_ROW), mesh, config.n_heads, sequence_parallel=sequence_parallel
     )
-    context = DocumentContext(batch(config)["documents"], dropout=key, attention_dropout=attention_key)
+    routing = Routing(1 / ROWS / mesh.size("tp"), LENGTH)  # every rank adds the gradient of the routers' losses
+    context = DocumentContext(batch(config)["documents"], dropout=key, attention_dropout=attention_key, routing=routing)
     head = plans["embedding.weight" if config.tie_embeddings else "head.weight"].computed
     loss, gradients = gradients_of(model, parts, context, group=mesh.group("tp"), vocabulary=head)
     traffic = {key: (volume.calls, volume.bytes) for key, volume in mesh.traffic.take().items()}
@@ -142,7 +155,9 @@ def check(config: ModelConfig, layout: Layout, sequence_parallel: bool, results:
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
-@pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN3, POST], ids=["llama", "gpt2", "qwen3", "post"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT2, QWEN3, POST, EXPERTS], ids=["llama", "gpt2", "qwen3", "post", "experts"]
+)
 def test_two_ranks_equal_one_process(workers: WorkerPool, config: ModelConfig, sequence_parallel: bool) -> None:
     layout = Layout(tp=2)
     results = workers.run(split, layout, config, sequence_parallel, n_kv_heads=config.n_kv_heads)
@@ -164,12 +179,39 @@ def test_recomputation(workers: WorkerPool, recompute: str, sequence_parallel: b
     check(GPT2, layout, sequence_parallel, results)
 
 
+def compiled(mesh: Mesh, config: ModelConfig, recompute: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")  # the compiler looks at every tensor
+        return split(mesh, config, True, compiled=True, recompute=recompute)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_blocks(workers: WorkerPool, recompute: str) -> None:
     layout = Layout(tp=2)
-    results = workers.run(split, layout, QWEN3, True, compiled=True, recompute=recompute, n_kv_heads=2)
+    results = workers.run(compiled, layout, QWEN3, recompute, n_kv_heads=2)
     check(QWEN3, layout, True, results)
+
+
+def compiled_graphs(mesh: Mesh, n_layers: int) -> int:
+    from torch._dynamo.testing import CompileCounter  # slow to import
+
+    config = LLAMA.model_copy(update={"n_layers": n_layers})
+    model, counter = whole_model(config), CompileCounter()
+    shard_tensor(model, plans_of(config, mesh.layout, True, mesh.rank), mesh, sequence_parallel=True)
+    for block in model.blocks.values():
+        block.compile(backend=counter)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")
+        model(batch(config)["tokens"], batch(config)["positions"], CausalContext())
+    return counter.frame_count
+
+
+@pytest.mark.slow
+def test_compiled_blocks_share_their_code(workers: WorkerPool) -> None:
+    """The exchanges break a block into several graphs, and the next block runs the same ones."""
+    [two, *_], [five, *_] = (workers.run(compiled_graphs, Layout(tp=2), n, n_kv_heads=2) for n in (2, 5))
+    assert 1 < two == five
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["untied", "tied"])
@@ -180,30 +222,32 @@ def test_parts_pass_the_stream_of_their_own_tokens(workers: WorkerPool, config: 
     check(config, layout, True, results)
 
 
-def test_bytes_of_a_layer(workers: WorkerPool) -> None:
-    """Two all-reduces of the stream forward and two backward; or an all-gather and a reduce-scatter for each."""
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, True), (2, False), (4, True), (4, False)])
+def test_bytes_of_a_layer(workers: WorkerPool, tp: int, sequence_parallel: bool, recompute: str) -> None:
+    """Two all-reduces of the stream forward and two backward; or an all-gather and a reduce-scatter for each.
+
+    A recomputed block repeats those of its forward pass but the last, whose result its backward pass does not need.
+    """
     whole = ROWS * LENGTH * LLAMA.d_model * 8  # bytes of the stream in float64
-    for tp in (2, 4):
-        for sequence_parallel in (True, False):
-            sent = []
-            for n_layers in (2, 3):
-                config = LLAMA.model_copy(update={"n_layers": n_layers})
-                [(_, _, traffic), *_] = workers.run(split, Layout(tp=tp), config, sequence_parallel, n_kv_heads=2)
-                sent.append(traffic)
-            layer = {
-                kind: (calls - sent[0][kind][0], volume - sent[0][kind][1]) for kind, (calls, volume) in sent[1].items()
-            }
-            if sequence_parallel:
-                share = (tp - 1) / tp * whole
-                # The loss reduces its scalars.
-                expected = {
-                    ("tp", "all_reduce"): (0, 0),
-                    ("tp", "all_gather"): (4, 4 * share),
-                    ("tp", "reduce_scatter"): (4, 4 * share),
-                }
-            else:
-                expected = {("tp", "all_reduce"): (4, 4 * 2 * (tp - 1) / tp * whole)}
-            assert layer == expected
+    sent = []
+    for n_layers in (2, 3):
+        config = LLAMA.model_copy(update={"n_layers": n_layers})
+        results = workers.run(split, Layout(tp=tp), config, sequence_parallel, recompute=recompute, n_kv_heads=2)
+        sent.append(results[0][2])
+    layer = {kind: (calls - sent[0][kind][0], size - sent[0][kind][1]) for kind, (calls, size) in sent[1].items()}
+    again = recompute != "none"
+    if sequence_parallel:
+        share = (tp - 1) / tp * whole
+        gathers, scatters = (6, 5) if again else (4, 4)
+        assert layer == {
+            ("tp", "all_reduce"): (0, 0),  # the loss's, of scalars
+            ("tp", "all_gather"): (gathers, gathers * share),
+            ("tp", "reduce_scatter"): (scatters, scatters * share),
+        }
+    else:
+        reductions = 5 if again else 4
+        assert layer == {("tp", "all_reduce"): (reductions, reductions * 2 * (tp - 1) / tp * whole)}
 
 
 def built_on_meta(mesh: Mesh, config: ModelConfig) -> dict[str, Tensor]:
@@ -226,6 +270,39 @@ def test_a_part_built_on_meta_holds_the_slices_of_the_whole_models_values(worker
             spec = plans[name].computed
             whole = initial_values(GPT2, name, spec.shape, 7, dtype=torch.bfloat16).view(spec.shape)
             assert torch.equal(values, whole[spec.slices]), name
+
+
+def under_autocast(mesh: Mesh, sequence_parallel: bool) -> dict[str, Any]:
+    """The residual stream and hidden states of a float32 part whose products are bfloat16."""
+    plans = plans_of(GPT2, mesh.layout, sequence_parallel, mesh.rank)
+    part = whole_model(GPT2).float().eval()
+    shard_tensor(part, plans, mesh, sequence_parallel=sequence_parallel)
+    stream: list[torch.dtype] = []
+    for block in part.blocks.values():
+        for module in (block.attention, block.feed_forward):
+            module.register_forward_hook(lambda module, arguments, result: stream.append(result.dtype))
+    here = batch(GPT2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        hidden = part(here["tokens"], here["positions"], CausalContext())
+        loss = vocabulary_loss(
+            hidden,
+            part.head_weight(),
+            here["targets"],
+            here["weights"],
+            group=mesh.group("tp"),
+            vocabulary=plans["embedding.weight"].computed,
+        )
+    return {"dtypes": stream, "hidden": hidden, "loss": loss.nll}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
+def test_autocast_keeps_dtypes_and_values(workers: WorkerPool, sequence_parallel: bool) -> None:
+    [alone] = workers.run(under_autocast, Layout(), sequence_parallel)
+    for result in workers.run(under_autocast, Layout(tp=2), sequence_parallel):
+        assert result["dtypes"] == alone["dtypes"] == [torch.bfloat16] * 4
+        assert result["hidden"].dtype == alone["hidden"].dtype == torch.float32
+        torch.testing.assert_close(result["hidden"], alone["hidden"], rtol=0, atol=0.1)
+        torch.testing.assert_close(result["loss"], alone["loss"], rtol=0.01, atol=0)
 
 
 def lookup_of_a_token_that_does_not_exist(mesh: Mesh, token: int) -> str:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from modelworks.layout import ShardSpec
 from modelworks.train.loss import vocabulary_loss
 
 N, D, V = 23, 5, 17
@@ -74,6 +75,22 @@ def test_a_token_of_weight_zero_changes_nothing() -> None:
     assert torch.equal(first.objective, second.objective)
     gradients = [torch.autograd.grad(loss.objective, head)[0] for loss in (first, second)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-13)
+
+
+def test_a_head_that_is_not_the_whole_vocabulary_needs_ranks_that_have_the_rest() -> None:
+    hidden, head, targets, weights = make_inputs()
+    some = ShardSpec("head.weight", (V, D), ((3, 9), (0, D)))
+    for rows, spec in ((head[3:9], some), (head, some)):
+        with pytest.raises(ValueError, match="rows of the head"):
+            vocabulary_loss(hidden, rows, targets, weights, vocabulary=spec)
+
+
+@pytest.mark.parametrize("target", [-1, V])
+def test_a_target_outside_the_vocabulary_is_refused(target: int) -> None:
+    hidden, head, targets, weights = make_inputs()
+    targets[5] = target
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        vocabulary_loss(hidden, head, targets, weights)
 
 
 @settings(deadline=None, max_examples=25)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from modelworks.parallel.mesh import Mesh as Mesh
     from modelworks.parallel.mesh import build_mesh as build_mesh
     from modelworks.parallel.mesh import single_process as single_process
+    from modelworks.parallel.tensor import dropout_keys as dropout_keys
+    from modelworks.parallel.tensor import shard_tensor as shard_tensor
     from modelworks.parallel.traffic import Traffic as Traffic
     from modelworks.parallel.watch import RankLost as RankLost
     from modelworks.parallel.watch import process_group as process_group
@@ -42,6 +44,8 @@ _HOME = {
     "World": "world",
     "agree": "world",
     "build_mesh": "mesh",
+    "dropout_keys": "tensor",
+    "shard_tensor": "tensor",
     "context_parallel": "context",
     "explain_out_of_memory": "failures",
     "is_out_of_memory": "failures",
