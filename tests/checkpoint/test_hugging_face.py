@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from modelworks.checkpoint import CheckpointError, convert, load_model, open_checkpoint
 from modelworks.config import UserError
-from modelworks.models import CausalContext
+from modelworks.models import CausalContext, to_hugging_face
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "initializer_range": 0.3}
@@ -24,10 +24,15 @@ GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size"
 def published(family: str, **changes: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     names = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    names |= {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
     config_class = getattr(transformers, f"{names[family]}Config")
     values: dict[str, Any] = dict(GPT2 if family == "gpt2" else SMALL)
-    if family == "qwen3":
+    if family.startswith("qwen3"):
         values["head_dim"] = 16
+    if family == "mixtral":
+        values["num_local_experts"] = 4
+    if family == "qwen3_moe":
+        values |= {"num_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
     config = config_class(**(values | changes))
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():  # norms and biases that matter
@@ -53,7 +58,7 @@ def tokens(seed: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_both_ways(family: str, tied: bool, tmp_path: Path) -> None:
     reference = published(family, tie_word_embeddings=tied)
     theirs, own, back = tmp_path / "theirs", tmp_path / "own", tmp_path / "back"
@@ -77,6 +82,40 @@ def test_both_ways(family: str, tied: bool, tmp_path: Path) -> None:
     for name, value in again.named_parameters():
         assert torch.equal(value, original[name]), name
     assert ("lm_head.weight" in {n for f in back.glob("*.safetensors") for n in load_file(f)}) != tied
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_in_one_tensor_are_read_too(family: str, tmp_path: Path) -> None:
+    reference = published(family)
+    reference.save_pretrained(tmp_path / "stacked", save_original_format=False, max_shard_size="20KB")
+    assert any("experts.gate_up_proj" in n for f in (tmp_path / "stacked").glob("*.safetensors") for n in load_file(f))
+    torch.testing.assert_close(
+        our_logits(tmp_path / "stacked", tokens()), their_logits(reference, tokens()), rtol=0, atol=1e-4
+    )
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    published("mixtral").save_pretrained(tmp_path)
+    edit(tmp_path, drop=("model.layers.1.block_sparse_moe.experts.2.w3.weight",))
+    with pytest.raises(
+        CheckpointError, match=r"`model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight` is missing"
+    ):
+        load_model(str(tmp_path))
+    set_config(tmp_path, num_local_experts=60_000)
+    with pytest.raises(CheckpointError, match="claims 60,000 experts, the files hold"):
+        load_model(str(tmp_path))
+
+
+def test_what_only_training_uses_survives_and_a_router_bias_is_refused(tmp_path: Path) -> None:
+    published("mixtral", router_aux_loss_coef=0.03).save_pretrained(tmp_path / "theirs")
+    set_config(tmp_path / "theirs", expert_capacity=1.5, router_z_loss=0.01)
+    convert(str(tmp_path / "theirs"), tmp_path / "own", "modelworks")
+    model = open_checkpoint(tmp_path / "own").model_config
+    assert (model.expert_capacity, model.router_z_loss, model.router_aux_loss) == (1.5, 0.01, 0.03)
+    convert(str(tmp_path / "own"), tmp_path / "back", "hf")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["expert_capacity"] == 1.5
+    with pytest.raises(UserError, match=r"model\.router_bias: got true, expected False"):
+        to_hugging_face(model.model_copy(update={"router_bias": True}))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def copy_weights(reference: Any, config: ModelConfig) -> Transformer:
         if known is not None:
             theirs[known] = tensor
     ours = {}
-    for entry in name_map(config):
+    for entry in name_map(config, stacked_experts=True):  # as transformers holds them in memory
         ours |= entry.to_ours(theirs.pop(entry.theirs), shapes)
     assert not theirs, f"unmapped: {list(theirs)}"
     model.load_state_dict(ours, strict=True)

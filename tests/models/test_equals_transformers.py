@@ -26,6 +26,21 @@ LLAMA = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+MIXTRAL = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
 MODELS = {
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
@@ -52,6 +67,13 @@ MODELS = {
         "max_window_layers": 0,
     },
     "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+    "mixtral": MIXTRAL,
+    "mixtral-window": {**MIXTRAL, "sliding_window": 7, "num_experts_per_tok": 1},
+    "qwen3-moe": QWEN3_MOE,
+    "qwen3-moe-not-normalised": {**QWEN3_MOE, "norm_topk_prob": False, "attention_bias": True},
+    "qwen3-moe-window": {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 5},
+    "qwen3-moe-listed-dense": {**QWEN3_MOE, "mlp_only_layers": [1]},
+    "qwen3-moe-every-second": {**QWEN3_MOE, "decoder_sparse_step": 2},
     "rope-linear": {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
     "rope-dynamic": {
         **LLAMA,
@@ -95,7 +117,7 @@ MODELS = {
     },
 }
 LENGTH = 26
-CASES = [(name, False) for name in MODELS] + [(name, True) for name in ("gpt2", "llama", "qwen2")]
+CASES = [(name, False) for name in MODELS] + [(name, True) for name in ("gpt2", "llama", "qwen2", "mixtral")]
 
 
 @pytest.mark.parametrize(("name", "tied"), CASES)
@@ -123,7 +145,7 @@ def test_logits_equal_prefill_and_cached(name, tied, reference_pair):
     assert context.length == LENGTH
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen3", "mixtral", "qwen3-moe"])
 def test_greedy_generation_equals_transformers(name, reference_pair):
     reference, model = reference_pair(MODELS[name])
     prompt = [5, 17, 60, 3]
@@ -148,12 +170,12 @@ def test_config_survives_the_round_trip_through_transformers(name):
     assert from_hugging_face({**read.to_dict(), "architectures": published["architectures"]}) == config
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-biases", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-biases", "qwen3", "mixtral", "qwen3-moe-listed-dense"])
 def test_name_map_is_its_own_inverse(name, reference_pair):
     reference, model = reference_pair(MODELS[name])
     tensors = model.state_dict()
     theirs = reference.state_dict()
-    mapped = name_map(model.config)
+    mapped = name_map(model.config, stacked_experts=True)
     assert sorted(ours for entry in mapped for ours in entry.ours) == sorted(tensors)
     for entry in mapped:
         assert torch.equal(entry.to_theirs(tensors), theirs[entry.theirs])

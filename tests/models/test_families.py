@@ -18,6 +18,8 @@ LLAMA = {
 }
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 4}
+QWEN3_MOE = {**MIXTRAL, "architectures": ["Qwen3MoeForCausalLM"]}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4}
 
 
@@ -43,6 +45,12 @@ QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 
         ({key: value for key, value in LLAMA.items() if key != "hidden_size"}, "hidden_size"),
         ({**LLAMA, "num_key_value_heads": 3}, "n_kv_heads"),
         ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, "max_window_layers"),
+        ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({**MIXTRAL, "num_local_experts": 1}, "experts_per_token"),
+        ({**MIXTRAL, "n_shared_experts": 1}, "n_shared_experts"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0, 1]}, "dense_layers"),
+        ({**QWEN3_MOE, "num_experts": "8"}, "num_experts"),
         ({**QWEN2, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ],
 )
@@ -94,12 +102,28 @@ def test_absent_and_null_differ_where_transformers_says_so():
         ({"family": "gpt2", "n_kv_heads": 1}, "n_kv_heads"),
         ({"family": "qwen3", "qk_norm": False}, "qk_norm"),
         ({"family": "qwen2", "attention_bias": False}, "attention_bias"),
+        ({"n_experts": 4}, "n_experts"),
+        ({"family": "mixtral", "n_experts": 0}, "n_experts"),
+        ({"family": "mixtral", "router_normalize": False}, "router_normalize"),
+        ({"family": "mixtral", "n_layers": 2, "dense_layers": [0]}, "dense_layers"),
+        ({"family": "qwen3_moe", "router_bias": True}, "router_bias"),
     ],
 )
 def test_a_model_that_hugging_face_cannot_express_is_refused(changes, key):
     config = ModelConfig(**{"n_layers": 1, "d_model": 16, "n_heads": 2, "vocab_size": 10, **changes})
     with pytest.raises(UserError, match=rf"model\.{key}"):
         to_hugging_face(config)
+
+
+def test_published_shapes_of_models_with_experts():
+    mixtral = from_hugging_face(MIXTRAL)
+    assert (mixtral.n_experts, mixtral.experts_per_token, mixtral.d_expert, mixtral.rope_theta) == (8, 2, 128, 1e6)
+    sparse = from_hugging_face({**QWEN3_MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert (sparse.dense_layers, sparse.d_ff, sparse.d_expert) == ([0, 2, 3, 4], 128, 768)
+    assert not sparse.router_normalize
+    assert from_hugging_face(to_hugging_face(sparse)) == sparse
+    # Without a dense layer `intermediate_size` says nothing of the model.
+    assert from_hugging_face(QWEN3_MOE).d_ff == 768
 
 
 def test_dropout_is_kept():

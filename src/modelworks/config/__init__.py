@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from modelworks.config.errors import (
         ConfigError as ConfigError,
         Problem as Problem,
+        ProblemsError as ProblemsError,
         UserError as UserError,
         nearest as nearest,
         show_value as show_value,
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 
 _OFFERS = {
     "counts": ["FlopCount", "ParameterCount", "count_parameters", "parameter_shapes", "training_flops_per_token"],
-    "errors": ["ConfigError", "Problem", "UserError", "nearest", "show_value"],
+    "errors": ["ConfigError", "Problem", "ProblemsError", "UserError", "nearest", "show_value"],
     "load": ["dump_yaml", "load_run_config", "parse_run_config"],
     "model": ["ModelConfig", "RopeScaling"],
     "named_models": ["preset", "preset_names", "preset_source", "presets"],

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from modelworks.models.dropout import DropoutKey as DropoutKey
     from modelworks.models.families import NameEntry as NameEntry
     from modelworks.models.families import canonical_name as canonical_name
+    from modelworks.models.families import entries_by_name as entries_by_name
     from modelworks.models.families import from_hugging_face as from_hugging_face
     from modelworks.models.families import name_map as name_map
     from modelworks.models.families import to_hugging_face as to_hugging_face
+    from modelworks.models.families import whole_from as whole_from
     from modelworks.models.generation import generate as generate
     from modelworks.models.initialization import initial_values as initial_values
     from modelworks.models.initialization import initialize as initialize
+    from modelworks.models.initialization import initialize_slice as initialize_slice
     from modelworks.models.initialization import initialize_shards as initialize_shards
     from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE as LONGEST_BLOCKWISE
     from modelworks.models.recompute import activation_bytes as activation_bytes
@@ -50,10 +53,12 @@ _HOME = {
     "Transformer": "transformer",
     "activation_bytes": "recompute",
     "canonical_name": "families",
+    "entries_by_name": "families",
     "from_hugging_face": "families",
     "generate": "generation",
     "initial_values": "initialization",
     "initialize": "initialization",
+    "initialize_slice": "initialization",
     "initialize_shards": "initialization",
     "load_routing_state": "balancing",
     "name_map": "families",
@@ -61,6 +66,7 @@ _HOME = {
     "routing_state": "balancing",
     "to_hugging_face": "families",
     "update_router_bias": "balancing",
+    "whole_from": "families",
 }
 
 __all__ = sorted(_HOME)

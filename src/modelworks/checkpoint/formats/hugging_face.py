@@ -10,7 +10,7 @@ Pickled weights (`pytorch_model.bin`) are refused: loading a pickle runs whateve
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,15 @@ from modelworks.checkpoint.formats.source import ModelSource
 from modelworks.checkpoint.write import LazyTensor
 from modelworks.config import ModelConfig, UserError, parameter_shapes
 from modelworks.data import Tokenizer
-from modelworks.models import NameEntry, canonical_name, from_hugging_face, name_map, to_hugging_face
+from modelworks.models import (
+    NameEntry,
+    canonical_name,
+    entries_by_name,
+    from_hugging_face,
+    name_map,
+    to_hugging_face,
+    whole_from,
+)
 
 HEAD = "lm_head.weight"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -47,14 +55,18 @@ def open_hugging_face(directory: Path) -> ModelSource:
         raise CheckpointError(
             f"{directory}: config.json claims {config.n_layers:,} layers, the files hold {len(stored.names):,} tensors"
         )
-    place = _match(directory, config, stored)
+    # All experts of a layer in one tensor, or each one's matrices apart, as most files have them.
+    stacked = any(name.endswith(".experts.gate_up_proj") for name in stored.names)
+    if not stacked and config.n_experts > len(stored.names):
+        raise CheckpointError(
+            f"{directory}: config.json claims {config.n_experts:,} experts, the files hold {len(stored.names):,} "
+            "tensors"
+        )
+    entries = name_map(config, stacked_experts=stacked)
+    place = _match(directory, config, stored, entries)
     _check_tied_head(directory, config, stored, place)
     shapes = parameter_shapes(config)
-    tensors = {
-        name: _part(stored, place[entry.theirs], entry, name, shapes)
-        for entry in name_map(config)
-        for name in entry.ours
-    }
+    tensors = {name: _part(stored, place, filling, name, shapes) for name, filling in entries_by_name(entries).items()}
     has_tokenizer = any(any(directory.glob(pattern)) for pattern in _TOKENIZERS)
     tokenizer = Tokenizer.load(directory) if has_tokenizer else None
     return ModelSource(config, tensors, tokenizer, f"Hugging Face directory {directory}")
@@ -64,7 +76,8 @@ def export_hugging_face(source: ModelSource, directory: Path, *, max_shard_bytes
     """Write a directory that transformers reads. Tensors stream through one at a time. Raises UserError, OSError."""
     config, tokenizer = source.config, source.tokenizer
     described = to_hugging_face(config)  # raises for what their architecture cannot express, before anything is written
-    theirs = {entry.theirs: _whole(source.tensors, entry) for entry in name_map(config)}
+    tensors = _remembering(source.tensors)
+    theirs = {entry.theirs: _whole(tensors, entry) for entry in name_map(config)}
     directory.mkdir()
     shards = plan_shards({name: volume_bytes(t.shape, t.dtype) for name, t in theirs.items()}, max_shard_bytes)
     files = shard_names("model", len(shards))
@@ -119,9 +132,11 @@ def _refuse_pickles(directory: Path) -> None:
         )
 
 
-def _match(directory: Path, config: ModelConfig, stored: ShardedSafetensors) -> dict[str, str]:
+def _match(
+    directory: Path, config: ModelConfig, stored: ShardedSafetensors, expected: Sequence[NameEntry]
+) -> dict[str, str]:
     """Their name as the map spells it -> the name in the file. Every one exactly once, of the right shape."""
-    entries = {entry.theirs: entry for entry in name_map(config)}
+    entries = {entry.theirs: entry for entry in expected}
     shapes = parameter_shapes(config)
     place: dict[str, str] = {}
     problems = []
@@ -164,12 +179,36 @@ def _check_tied_head(
 
 
 def _part(
-    stored: ShardedSafetensors, file_name: str, entry: NameEntry, name: str, shapes: Mapping[str, tuple[int, ...]]
+    stored: ShardedSafetensors,
+    place: Mapping[str, str],
+    entries: Sequence[NameEntry],
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> LazyTensor:
-    def load() -> torch.Tensor:
-        return entry.to_ours(stored.read(file_name), shapes)[name]
+    """Our tensor `name`, from the entries that fill it."""
+    dtype = stored.info(place[entries[0].theirs]).dtype
 
-    return LazyTensor(stored.info(file_name).dtype, shapes[name], load)
+    def load() -> torch.Tensor:
+        parts = [entry.to_ours(stored.read(place[entry.theirs]), shapes)[name].to(dtype) for entry in entries]
+        return whole_from(entries, parts)
+
+    return LazyTensor(dtype, shapes[name], load)
+
+
+def _remembering(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors, of which the one loaded last is kept: the experts of a layer are written one after the other."""
+    last: dict[str, torch.Tensor] = {}
+
+    def remembered(name: str, tensor: LazyTensor) -> LazyTensor:
+        def load() -> torch.Tensor:
+            if name not in last:
+                last.clear()
+                last[name] = tensor.load()
+            return last[name]
+
+        return LazyTensor(tensor.dtype, tensor.shape, load)
+
+    return {name: remembered(name, tensor) for name, tensor in tensors.items()}
 
 
 def _whole(tensors: Mapping[str, LazyTensor], entry: NameEntry) -> LazyTensor:

@@ -11,9 +11,19 @@ from typing import Any
 from modelworks.config import ModelConfig, UserError, nearest
 from modelworks.models.families import gpt2, llama
 from modelworks.models.families.names import NameEntry as NameEntry
+from modelworks.models.families.names import entries_by_name as entries_by_name
+from modelworks.models.families.names import whole_from as whole_from
 from modelworks.models.families.published import PublishedConfig
 
-__all__ = ["NameEntry", "canonical_name", "from_hugging_face", "name_map", "to_hugging_face"]
+__all__ = [
+    "NameEntry",
+    "canonical_name",
+    "entries_by_name",
+    "from_hugging_face",
+    "name_map",
+    "to_hugging_face",
+    "whole_from",
+]
 
 _FAMILY_OF = {gpt2.ARCHITECTURE: "gpt2"} | {name: family for family, name in llama.ARCHITECTURES.items()}
 
@@ -36,9 +46,15 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     return gpt2.to_hugging_face(config) if config.family == "gpt2" else llama.to_hugging_face(config)
 
 
-def name_map(config: ModelConfig) -> list[NameEntry]:
-    """Every parameter of the model exactly once, with the name it has in a Hugging Face file."""
-    return gpt2.name_map(config) if config.family == "gpt2" else llama.name_map(config)
+def name_map(config: ModelConfig, *, stacked_experts: bool = False) -> list[NameEntry]:
+    """Every parameter of the model exactly once, with the name it has in a Hugging Face file.
+
+    stacked_experts: the names under which transformers computes, with all experts of a layer in one tensor; files hold
+    them one by one, unless they were written otherwise on purpose.
+    """
+    if config.family == "gpt2":
+        return gpt2.name_map(config)
+    return llama.name_map(config, stacked_experts=stacked_experts)
 
 
 def canonical_name(config: ModelConfig, stored: str) -> str | None:

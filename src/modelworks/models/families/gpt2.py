@@ -58,6 +58,7 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         residual=True,
         n_kv_heads=config.n_heads,
         head_dim=config.d_model // config.n_heads,
+        n_experts=0,
     )
     return {
         "architectures": [ARCHITECTURE],

@@ -1,7 +1,8 @@
 """Llama (Touvron et al. 2023) and its near relatives Mistral, Qwen2 and Qwen3 to and from Hugging Face.
 
 They share names and shapes. What differs: Mistral has a sliding window on every layer; Qwen2 has biases on q, k, v;
-Qwen3 normalises each head's queries and keys and has a head size of its own.
+Qwen3 normalises each head's queries and keys and has a head size of its own. Mixtral and Qwen3-MoE are Mistral and
+Qwen3 with experts; see `mixture.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelworks.config import ModelConfig, UserError
+from modelworks.models.families import mixture
 from modelworks.models.families.names import NameEntry
 from modelworks.models.families.published import PublishedConfig, build, expect
 
@@ -18,11 +20,23 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **mixture.ARCHITECTURES,
 }
 _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 # What a family computes when its config.json leaves a key out.
-_DEFAULT_LENGTH = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_DEFAULT_LENGTH = {
+    "llama": 2048,
+    "mistral": 131072,
+    "mixtral": 131072,
+    "qwen2": 32768,
+    "qwen3": 32768,
+    "qwen3_moe": 32768,
+}
+_DEFAULT_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
+_DEFAULT_THETA = {"mixtral": 1e6}
+# Those whose `attention_bias` is an option, of q, k, v and o alike.
+_OPTIONAL_BIAS = ("llama", "qwen3", "qwen3_moe")
+_QK_NORM = ("qwen3", "qwen3_moe")
 _FIELDS_OF_TYPE = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -35,17 +49,19 @@ def from_hugging_face(published: PublishedConfig, family: str) -> ModelConfig:
     n_layers = published.whole("num_hidden_layers")
     n_heads = published.whole("num_attention_heads")
     max_seq_len = published.whole("max_position_embeddings", default=_DEFAULT_LENGTH[family])
-    theta, scaling = _read_rope(published, max_seq_len)
+    theta, scaling = _read_rope(published, family, max_seq_len)
     if scaling is not None and scaling["type"] == "dynamic":
         # Their max_position_embeddings is the length before stretching; our max_seq_len is what may be reached.
         max_seq_len = int(max_seq_len * scaling["factor"])
     # Where a key is absent the family's class default holds; where it is null, the value is derived.
     kv_heads = n_heads if published.has("num_key_value_heads") else _DEFAULT_KV_HEADS.get(family, n_heads)
-    if family in ("llama", "qwen3"):
+    if family in _OPTIONAL_BIAS:
         bias = output_bias = published.take("attention_bias", default=False)
     else:
         bias, output_bias = family == "qwen2", False
     activation = published.require("hidden_act", *_ACTIVATIONS, default="silu")
+    d_ff = published.take("intermediate_size")
+    experts = mixture.read(published, family, n_layers, d_ff) if family in mixture.ARCHITECTURES else {}
     return build(
         {
             "family": family,
@@ -54,7 +70,7 @@ def from_hugging_face(published: PublishedConfig, family: str) -> ModelConfig:
             "n_heads": n_heads,
             "n_kv_heads": published.take("num_key_value_heads", default=kv_heads),
             "head_dim": published.take("head_dim", default=128 if family == "qwen3" else None),
-            "d_ff": published.take("intermediate_size"),
+            "d_ff": d_ff,
             "vocab_size": published.take("vocab_size"),
             "max_seq_len": max_seq_len,
             "tie_embeddings": published.take("tie_word_embeddings", default=False),
@@ -65,11 +81,12 @@ def from_hugging_face(published: PublishedConfig, family: str) -> ModelConfig:
             "attention_bias": bias,
             "attention_output_bias": output_bias,
             "feed_forward_bias": published.take("mlp_bias", default=False) if family == "llama" else False,
-            "qk_norm": family == "qwen3",
+            "qk_norm": family in _QK_NORM,
             "sliding_window": _read_window(published, family, n_layers),
             "attention_dropout": published.take("attention_dropout", default=0.0),
             "dropout": published.take("dropout", default=0.0),
             "init_std": published.take("initializer_range", default=0.02),
+            **experts,
         }
     )
 
@@ -84,11 +101,12 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         positions="rope",
         feed_forward=("swiglu", "geglu"),
         residual=True,
-        qk_norm=family == "qwen3",
-        attention_bias=(True,) if family == "qwen2" else (False,) if family == "mistral" else (True, False),
-        attention_output_bias=config.attention_bias if family in ("llama", "qwen3") else False,
+        qk_norm=family in _QK_NORM,
+        attention_bias=(True, False) if family in _OPTIONAL_BIAS else family == "qwen2",
+        attention_output_bias=config.attention_bias if family in _OPTIONAL_BIAS else False,
         feed_forward_bias=(True, False) if family == "llama" else False,
         sliding_window=None if family == "llama" else config.sliding_window,
+        n_experts=config.n_experts if family in mixture.ARCHITECTURES else 0,
     )
     values: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],
@@ -109,7 +127,9 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         **_write_rope(config),
         **_write_window(config),
     }
-    if family in ("llama", "qwen3"):
+    if family in mixture.ARCHITECTURES:
+        values |= mixture.write(config)
+    if family in _OPTIONAL_BIAS:
         values["attention_bias"] = config.attention_bias
     if family == "llama":
         values["mlp_bias"] = config.feed_forward_bias
@@ -118,10 +138,13 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def name_map(config: ModelConfig) -> list[NameEntry]:
+def name_map(config: ModelConfig, *, stacked_experts: bool = False) -> list[NameEntry]:
     entries = [NameEntry("model.embed_tokens.weight", ("embedding.weight",))]
     for layer in range(config.n_layers):
-        entries += _block(config, f"model.layers.{layer}", f"blocks.{layer}")
+        theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
+        entries += _block(config, theirs, ours, dense=not config.has_experts(layer))
+        if config.has_experts(layer):
+            entries += mixture.entries(config, theirs, ours, stacked=stacked_experts)
     entries.append(NameEntry("model.norm.weight", ("final_norm.weight",)))
     if not config.tie_embeddings:
         entries.append(NameEntry("lm_head.weight", ("head.weight",)))
@@ -134,7 +157,7 @@ def canonical_name(stored: str) -> str | None:
     return None if name.endswith(".rotary_emb.inv_freq") else name
 
 
-def _block(config: ModelConfig, theirs: str, ours: str) -> list[NameEntry]:
+def _block(config: ModelConfig, theirs: str, ours: str, *, dense: bool) -> list[NameEntry]:
     bias, output_bias, mlp_bias = config.attention_bias, config.attention_output_bias, config.feed_forward_bias
     pairs = [("input_layernorm.weight", "attention_norm.weight")]
     for part, has_bias in (("q", bias), ("k", bias), ("v", bias), ("o", output_bias)):
@@ -142,7 +165,7 @@ def _block(config: ModelConfig, theirs: str, ours: str) -> list[NameEntry]:
     if config.qk_norm:
         pairs += [(f"self_attn.{part}_norm.weight", f"attention.{part}_norm.weight") for part in "qk"]
     pairs.append(("post_attention_layernorm.weight", "feed_forward_norm.weight"))
-    for part in ("gate", "up", "down"):
+    for part in ("gate", "up", "down") if dense else ():
         pairs += _linear(f"mlp.{part}_proj", f"feed_forward.{part}", mlp_bias)
     return [NameEntry(f"{theirs}.{their_name}", (f"{ours}.{our_name}",)) for their_name, our_name in pairs]
 
@@ -158,8 +181,10 @@ def _read_window(published: PublishedConfig, family: str, n_layers: int) -> int 
         raise UserError(
             f"config.json: `layer_types` of {published.architecture} mixes {sorted(types)}; only one kind is supported"
         )
-    absent = None if family == "llama" or published.has("sliding_window") else 4096
+    absent = None if family in ("llama", "mixtral") or published.has("sliding_window") else 4096
     window = published.take("sliding_window", default=absent)
+    if family == "qwen3_moe":  # `max_window_layers` plays no part in it
+        return window if published.take("use_sliding_window", default=False) else None
     if family == "llama" and window is not None:
         raise UserError(f"config.json: `sliding_window: {window}` has no meaning for {published.architecture}")
     if family in ("qwen2", "qwen3"):
@@ -178,10 +203,12 @@ def _read_window(published: PublishedConfig, family: str, n_layers: int) -> int 
 def _write_window(config: ModelConfig) -> dict[str, Any]:
     if config.family == "llama":
         return {}
-    if config.family == "mistral":
+    if config.family in ("mistral", "mixtral"):
         return {"sliding_window": config.sliding_window}
     if config.sliding_window is None:
         return {"use_sliding_window": False, "sliding_window": None}
+    if config.family == "qwen3_moe":
+        return {"use_sliding_window": True, "sliding_window": config.sliding_window}
     return {
         "use_sliding_window": True,
         "sliding_window": config.sliding_window,
@@ -190,9 +217,9 @@ def _write_window(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_rope(published: PublishedConfig, max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
+def _read_rope(published: PublishedConfig, family: str, max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    theta = published.take("rope_theta", default=10_000.0)
+    theta = published.take("rope_theta", default=_DEFAULT_THETA.get(family, 10_000.0))
     published.require("partial_rotary_factor", 1.0, default=1.0)
     older: Mapping[str, Any] = published.take("rope_scaling", default={})
     newer: Mapping[str, Any] = published.take("rope_parameters", default={})

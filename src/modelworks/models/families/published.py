@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from modelworks.config import ConfigError, ModelConfig, Problem, UserError
+from modelworks.config import ConfigError, ModelConfig, Problem, ProblemsError, UserError
 
 # Keys that say nothing about the function the weights compute: bookkeeping, generation defaults, token ids.
 _WITHOUT_EFFECT = {
@@ -76,11 +76,15 @@ def build(values: Mapping[str, Any]) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        details = "; ".join(
-            f"{'.'.join(map(str, problem['loc']))}: got {problem['input']!r}, {problem['msg']}"[:200]
-            for problem in error.errors()
-        )
+        details = "; ".join(_message(problem) for problem in error.errors())
         raise UserError(f"config.json does not describe a model we can build: {details}") from None
+
+
+def _message(problem: Any) -> str:
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, ProblemsError):  # keys that contradict each other
+        return str(cause)
+    return f"{'.'.join(map(str, problem['loc']))}: got {problem['input']!r}, {problem['msg']}"[:200]
 
 
 def expect(config: ModelConfig, reason: str, **wanted: Any) -> None:
