@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from modelworks.layout import ParameterPlan, ShardSpec
 from modelworks.models import DropoutKey, Transformer
+from modelworks.models.layers.deferred import DeferredWeights, linear
 from modelworks.models.layers.packed import Linear
 from modelworks.parallel.collectives import Group, copy_to, gather_from, reduce_from, scatter_to
 from modelworks.parallel.mesh import Mesh
@@ -86,12 +87,14 @@ def dropout_keys(
 class RowLinear(nn.Module):
     """The sum over ranks of x W^T, then + b. weight: (d_out, this rank's part of d_in); bias: (d_out,) or absent."""
 
+    deferred: DeferredWeights | None = None
+
     def __init__(self, whole: Linear, leave: Exchange) -> None:
         super().__init__()
         self.weight, self.bias, self._leave = whole.weight, whole.bias, leave
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._leave(F.linear(x, self.weight))
+        y = self._leave(linear(x, self.weight, None, self.deferred))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

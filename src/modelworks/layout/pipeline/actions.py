@@ -35,6 +35,7 @@ Kind = Literal[
 COMPUTE: tuple[Kind, ...] = ("forward", "backward", "backward_input", "backward_weight")
 FULL_GRADIENT: tuple[Kind, ...] = ("backward", "backward_weight")  # after these a micro-batch is done with a stage
 INPUT_GRADIENT: tuple[Kind, ...] = ("backward", "backward_input")  # these make what the stage before waits for
+USES_PARAMETERS: tuple[Kind, ...] = ("forward", "backward", "backward_input")  # a weight's gradient needs no weights
 SENDS: tuple[Kind, ...] = ("send_forward", "send_backward")
 RECEIVES: tuple[Kind, ...] = ("receive_forward", "receive_backward")
 

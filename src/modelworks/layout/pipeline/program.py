@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from modelworks.layout.pipeline.actions import COMPUTE, FULL_GRADIENT, Action, Program, message_of, stage_ranks
+from modelworks.layout.pipeline.actions import (
+    COMPUTE,
+    FULL_GRADIENT,
+    USES_PARAMETERS,
+    Action,
+    Program,
+    message_of,
+    stage_ranks,
+)
 from modelworks.layout.pipeline.orders import compute_orders
 from modelworks.layout.pipeline.simulate import Costs, simulate
 
@@ -65,8 +73,9 @@ def _with_sharding(
     last = {action.stage: index for index, action in enumerate(order)}
     completed: list[Action] = []
     for index, action in enumerate(order):
-        stage, per_use = action.stage, gather == "micro-batch"
-        if zero3 and (per_use or first[stage] == index):
+        stage = action.stage
+        per_use = gather == "micro-batch" and action.kind in USES_PARAMETERS
+        if zero3 and (per_use or (gather == "step" and first[stage] == index)):
             # Two uses in a row need no gathering in between.
             if completed and completed[-1].kind == "reshard" and completed[-1].stage == stage:
                 completed.pop()
@@ -76,7 +85,7 @@ def _with_sharding(
         final = action.kind in FULL_GRADIENT and (accumulate_reduce == "every" or last[stage] == index)
         if final and accumulate_reduce is not None:
             completed.append(action._replace(kind="reduce"))
-        if zero3 and (per_use or last[stage] == index):
+        if zero3 and (per_use or (gather == "step" and last[stage] == index)):
             completed.append(action._replace(kind="reshard"))
     return completed
 

@@ -10,6 +10,7 @@ from modelworks.layout.pipeline.actions import (
     FULL_GRADIENT,
     RECEIVES,
     SENDS,
+    USES_PARAMETERS,
     Action,
     Program,
     matching_receive,
@@ -103,7 +104,7 @@ def _check_sharding(actions: Sequence[Action], training: bool) -> None:
             if gathered == (action.kind == "unshard"):
                 raise ValueError(f"{action}: the stage is {'gathered' if gathered else 'sharded'} already")
             gathered = not gathered
-        elif action.kind in COMPUTE and gathers and not gathered:
+        elif action.kind in USES_PARAMETERS and gathers and not gathered:
             raise ValueError(f"{action}: the stage's parameters are not gathered")
         elif action.kind == "reduce":
             if not unreduced:

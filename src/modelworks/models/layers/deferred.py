@@ -2,8 +2,8 @@
 parallelism", 2401.10241).
 
 The stage before waits for the gradient of this stage's *inputs* only. With a `DeferredWeights` bound to a part of a
-model, `backward()` computes just that, and for each linear map notes what its weight's gradient will be made of: its
-input and the gradient of its output. `run` makes the products later, when the pipeline would stand idle.
+model and collecting, `backward()` computes just that, and for each linear map notes what its weight's gradient will be
+made of: its input and the gradient of its output. `run` makes the products later, when the pipeline would stand idle.
 
     y = x W^T + b        at once: dx = dy W, db = sum dy        later: dW += dy^T x
 
@@ -11,7 +11,7 @@ Only weights of linear maps (also those of experts) are put off; they are nearly
 norms and embeddings are made at once, and so is the head's, which the vocabulary loss makes in its forward pass.
 
 Invariant: after `run` every parameter's gradient is what a whole backward pass gives, up to the order of additions.
-Where nothing is bound, `linear` is `F.linear` and no code here runs.
+Where nothing is bound, or a micro-batch is not split, `linear` is `F.linear`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,28 @@ class DeferredWeights:
     """The weight gradients that wait, by micro-batch. One for each part of a model; see `defer_weights`."""
 
     def __init__(self) -> None:
+        self.active = False  # whether linear maps that run now will have their backward pass in two halves
         self._waiting: dict[int, list[Callable[[], None]]] = {}
         self._current: list[Callable[[], None]] | None = None
 
     @contextmanager
+    def splitting(self) -> Iterator[None]:
+        """Around the forward pass of a micro-batch whose backward pass will be in two halves."""
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+
+    @contextmanager
     def collect(self, micro_batch: int) -> Iterator[None]:
-        """Around the backward pass of a micro-batch: its weight gradients wait for `run(micro_batch)`."""
+        """Around its backward pass: the weight gradients wait for `run(micro_batch)`."""
         if micro_batch in self._waiting:
             raise ValueError(f"weight gradients of micro-batch {micro_batch} wait already")
         self._current = self._waiting[micro_batch] = []
         try:
-            yield
+            with self.splitting():  # for what is recomputed
+                yield
         finally:
             self._current = None
 
@@ -96,7 +107,7 @@ def linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: Defer
 
 def can_defer(x: Tensor, deferred: DeferredWeights | None) -> bool:
     """Whether a linear map of x has a backward pass that can be put off: one that goes on to x."""
-    return deferred is not None and x.requires_grad and torch.is_grad_enabled()
+    return deferred is not None and deferred.active and x.requires_grad and torch.is_grad_enabled()
 
 
 def deferred_linear(
@@ -108,7 +119,7 @@ def deferred_linear(
 ) -> Tensor:
     """As `linear`, with the parameters' weights one above the other in `joined`, which has no gradient of its own."""
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # what F.linear would do under it
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # what F.linear would do under it
         dtype = torch.get_autocast_dtype(device)
         x, joined, bias = x.to(dtype), joined.to(dtype), None if bias is None else bias.to(dtype)
     return _DeferredLinear.apply(x, joined, bias, deferred, parameters)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,32 @@
+"""Running a pipeline schedule: the executor, what goes over the edges between stages, and the parts of a model.
+
+Names are loaded on first use, so that importing this room does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modelworks.parallel.pipeline.edges import EdgeShapes as EdgeShapes
+    from modelworks.parallel.pipeline.executor import PipelineExecutor as PipelineExecutor
+    from modelworks.parallel.pipeline.executor import StageForward as StageForward
+    from modelworks.parallel.pipeline.parts import build_parts as build_parts
+    from modelworks.parallel.pipeline.parts import share_embedding as share_embedding
+
+_HOME = {
+    "EdgeShapes": "edges",
+    "PipelineExecutor": "executor",
+    "StageForward": "executor",
+    "build_parts": "parts",
+    "share_embedding": "parts",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
