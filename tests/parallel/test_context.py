@@ -15,7 +15,14 @@ from torch import Tensor
 
 from modelworks.config import ModelConfig
 from modelworks.layout import Layout
-from modelworks.models import AttentionContext, CausalContext, DocumentContext, Transformer, initialize
+from modelworks.models import (
+    AttentionContext,
+    CausalContext,
+    DocumentContext,
+    Transformer,
+    activation_bytes,
+    initialize,
+)
 from modelworks.parallel import (
     Mesh,
     RingContext,
@@ -414,3 +421,13 @@ def test_one_rank_is_ordinary_attention(mode: Any) -> None:
         torch.testing.assert_close(got[name], value, rtol=0, atol=1e-13)
     assert not math.isnan(float(got["out"].sum()))
     assert mesh.traffic.take() == {}
+
+
+def test_nothing_of_the_size_of_the_weights_is_kept_for_the_backward_pass() -> None:
+    """q, k, v and the output, which live anyway, and of each query and head the log-sum-exp."""
+    case = Case(window=7)
+    context = context_parallel(single_process(CPU), "ring", torch.arange(24), None)
+    q, k, v = (x.requires_grad_() for x in case.tensors()[:3])
+    context.prepare(24, case.window, q.dtype, CPU)
+    kept = activation_bytes(lambda: context.attend(0, q, k, v, window=case.window), [q, k, v])
+    assert kept == case.rows * 24 * case.heads * 8

@@ -16,8 +16,9 @@ those of as many elements in the wide dtype (float32; float64 for float64), coun
 
     forward (N - 1) KV        backward (N - 1) KV + (N - 1) W
 
-The owner's part of a block's gradients stays at home, which saves the N-th trip. Windows and documents leave out
-work, not messages. Invariant: every rank sends and receives in the same order, whatever it computes between.
+The owner's part of a block's gradients stays at home, which saves the N-th trip. Recomputing a block sends its
+forward bytes again. Windows and documents leave out work, not messages. Invariant: every rank sends and receives in
+the same order, whatever it computes between.
 """
 
 from __future__ import annotations
@@ -152,17 +153,21 @@ def _travelling(k_BTGK: Tensor, v_BTGK: Tensor, group: Group) -> Iterator[Tensor
 
 
 def _start_passing_on(x: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Send x to the next rank of the ring; call what is returned for what the rank before has sent."""
+    """Send x to the next rank of the ring; call what is returned for what the rank before has sent.
+
+    What is returned holds x, which must neither change nor be freed until it is called.
+    """
     incoming = torch.empty_like(x)
     after, before = (group.index + 1) % group.size, (group.index - 1) % group.size
     works = group.exchange([(x, after)], [(incoming, before)])
 
-    def wait() -> Tensor:
-        for work in works:
-            work.wait()
-        return incoming
+    return partial(_arrived, works, x, incoming)
 
-    return wait
+
+def _arrived(works: Sequence[Any], _: Tensor, incoming: Tensor) -> Tensor:
+    for work in works:
+        work.wait()
+    return incoming
 
 
 def _pieces(place: int, size: int) -> tuple[int, int]:
