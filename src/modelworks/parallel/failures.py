@@ -25,12 +25,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or one that it came from, says that memory ran out: of a CUDA device, or of the host."""
-    return any(
-        isinstance(cause, MemoryError)
-        or type(cause).__name__ == "OutOfMemoryError"
-        or (isinstance(cause, RuntimeError) and _NO_MEMORY.search(str(cause)) is not None)
-        for cause in _causes(error)
-    )
+    return any(_says_no_memory(cause) for cause in _causes(error))
 
 
 def explain_out_of_memory(
@@ -64,9 +59,17 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
+def _says_no_memory(error: BaseException) -> bool:
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
+    )
+
+
 def _wanted(error: BaseException) -> str:
     """The line of the error that says it, without what a C++ library puts round it."""
-    [cause, *_] = [cause for cause in _causes(error) if is_out_of_memory(cause)] or [error]
+    cause = next((cause for cause in _causes(error) if _says_no_memory(cause)), error)
     lines = [line for line in str(cause).splitlines() if _NO_MEMORY.search(line)]
     line = lines[0] if lines else str(cause).strip() or type(cause).__name__
     return re.sub(r"^\[enforce fail at [^]]*\]\s*|^\.\s*", "", line).strip()

@@ -1,9 +1,9 @@
 """Noticing that a rank is gone or that nobody goes on, and saying who and where.
 
-A thread on every rank reports the rank's state through the store, a few times in each `timeout`. It also looks at how
-long this rank has waited for others; past `timeout` it reads all states and, if they still say the same a moment
-later, writes one verdict (hangs.py), upon which every rank ends with exit code 1. A rank that is busy by itself is
-never called hung, however long it takes, unless others wait for it longer than `timeout`.
+A thread on every rank reports the rank's state through the store every second (oftener where `timeout` is short). It
+also looks at how long this rank has waited for others; past `timeout` it reads all states and, if they still say the
+same a moment later, writes one verdict (hangs.py), upon which every rank ends with exit code 1. A rank that is busy by
+itself is never called hung, however long it takes, unless others wait for it longer than `timeout`.
 
 The main thread of a hung rank sits in a call that does not return, so ranks end by `os._exit`. Under `launch` the
 verdict goes to the parent by file, which says it; under torchrun the rank that found it says it.
@@ -70,7 +70,7 @@ class Watcher(threading.Thread):
         super().__init__(name="watcher", daemon=True)
         self._world, self._labels, self._timeout = world, labels, timeout
         self._store, self._own_store = world.store("watch"), world.store("watch")  # a thread each
-        self._period = min(2.0, max(0.1, timeout / 10))
+        self._period = min(1.0, max(0.1, timeout / 10))
         self._beat = 0
         self._ended = threading.Event()
         self._suspicion: _Suspicion | None = None
@@ -110,7 +110,7 @@ class Watcher(threading.Thread):
             rank for rank, beat in _beats(before).items() if states[rank].ended is None and states[rank].beat == beat
         ]
         parts = [
-            f"rank {rank} was lost (killed, or its machine is); it was last doing: {_label(states[rank])}"
+            f"rank {rank} was lost (killed, or its machine is); it last reported: {_label(states[rank])}"
             for rank in silent
         ]
         return "; ".join(parts) or None
