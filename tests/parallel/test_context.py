@@ -387,6 +387,8 @@ def refusals(mesh: Mesh) -> list[str]:
     wrong = [
         lambda: RingContext(mesh, sequence_columns(24, 2, mesh.place("cp"), "ulysses")),
         lambda: RingContext(mesh, columns).prepare(24, None, q.dtype, CPU),
+        lambda: RingContext(mesh, columns, torch.zeros(1, 24)).prepare(12, None, q.dtype, CPU),
+        lambda: UlyssesContext(mesh, torch.zeros(1, 24)).prepare(12, None, q.dtype, CPU),
         lambda: RingContext(mesh, columns).attend(0, q, q, q, dropout=0.1),
         lambda: UlyssesContext(mesh).attend(0, q, q, q, dropout=0.1),
         lambda: UlyssesContext(mesh).attend(0, q, q, q),
@@ -400,7 +402,8 @@ def refusals(mesh: Mesh) -> list[str]:
 
 
 def test_what_cannot_be_is_refused(workers: WorkerPool) -> None:
-    for zig_zag, length, ring_dropout, ulysses_dropout, heads in workers.run(refusals, Layout(cp=2)):
+    for zig_zag, length, *whole, ring_dropout, ulysses_dropout, heads in workers.run(refusals, Layout(cp=2)):
+        assert whole == ["document_ids: got 24 columns, expected this rank's 12"] * 2
         assert "zig-zag columns of place" in zig_zag
         assert "made for 12 columns of this rank, got 24" in length
         assert (

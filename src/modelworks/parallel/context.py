@@ -114,7 +114,7 @@ class RingContext:
         key = (window, device)
         if key not in self._turns:
             size, place = self._group.size, self._group.index
-            documents = self._documents.gathered()
+            documents = self._documents.gathered(self._length)
             self._turns[key] = plan_turns(_piece(self._length, 2), size, place, window, documents, device)
         return self._turns[key]
 
@@ -143,7 +143,7 @@ class UlyssesContext:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
         """length: this rank's columns. Gathers the documents of all ranks, once, and makes the whole rows' mask."""
-        self._context().prepare(length * self._group.size, window, dtype, device)
+        self._context(length).prepare(length * self._group.size, window, dtype, device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
@@ -158,11 +158,12 @@ class UlyssesContext:
     ) -> Tensor:
         _refuse_dropout(dropout)
         q, k, v = _to_heads((q_BTHK, k_BTGK, v_BTGK), self._group)
-        return _to_columns(self._context().attend(layer, q, k, v, window=window), self._group)
+        rows = self._context(q_BTHK.shape[1])
+        return _to_columns(rows.attend(layer, q, k, v, window=window), self._group)
 
-    def _context(self) -> AttentionContext:
+    def _context(self, length: int) -> AttentionContext:
         if self._rows is None:
-            documents = self._documents.gathered()
+            documents = self._documents.gathered(length)
             self._rows = CausalContext() if documents is None else DocumentContext(documents)
         return self._rows
 
@@ -174,9 +175,14 @@ class _WholeRows:
         self.group, self.local, self.mode = group, local, mode
         self._whole: Tensor | None = None
 
-    def gathered(self) -> Tensor | None:
-        """(B, N T) in the order of the row; None where each row is one document, on all ranks alike."""
+    def gathered(self, length: int) -> Tensor | None:
+        """(B, N T) in the order of the row; None where each row is one document, on all ranks alike.
+
+        length: this rank's columns, T.
+        """
         if self.local is not None:
+            if self.local.shape[1] != length:
+                raise ValueError(f"document_ids: got {self.local.shape[1]} columns, expected this rank's {length}")
             whole = self.group.all_gather(self.local, dim=1)
             order = row_order(whole.shape[1], self.group.size, self.mode).to(whole.device)
             whole = whole[:, order]
