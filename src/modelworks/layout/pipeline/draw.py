@@ -1,7 +1,7 @@
 """A schedule as a picture of text, one line a rank and time to the right:
 
-    rank 0  F0  F1  F2          B0    ...
-    rank 1      F0  F1  F2  B0  ...
+    rank 0  F0 F1       B0···    B1···
+    rank 1     F0 B0··· F1 B1···
 
 F forward, B backward, I and W its halves (input, weights), each with its micro-batch; where a rank has several stages,
 a letter after it says which: a for its first. A long action is filled up with dots.
