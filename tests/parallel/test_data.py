@@ -7,16 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from data_cases import Case, assert_equal_to_one_process, split
+from data_cases import (
+    LENGTH,
+    ROWS,
+    Case,
+    assembled,
+    assert_equal_to_one_process,
+    batch,
+    build,
+    loss_of,
+    split,
+    whole,
+)
 from pool import WorkerPool
 from torch import nn
 
 from modelworks.config import ParallelConfig
-from modelworks.layout import Layout, ParameterPlan, ShardSpec, split_in_chunks
+from modelworks.layout import Layout, ParameterPlan, ShardSpec, plan_parameters, split_in_chunks
 from modelworks.layout.data_memory import data_parallel_memory, data_parallel_traffic, is_copied, padded_part
 from modelworks.layout.placement import zero_dimension
+from modelworks.models import CausalContext, Part, Transformer, initialize
 from modelworks.parallel import Mesh
 from modelworks.parallel.gradients import build_gradient_store
+from modelworks.train.loss import vocabulary_loss
+from modelworks.train.precision import default_dtype
 
 SMALL_BUCKETS = {"bucket_size": 2048}
 # k has 2 rows and 18 columns, which 3 ranks cut along the columns: shards that are not contiguous.
@@ -112,21 +126,40 @@ def test_bfloat16_gradients_are_summed_in_float32(workers: WorkerPool, zero: int
     assert_bytes_and_traffic(results, case)
 
 
+class ExpertBlock(nn.Module):
+    def __init__(self, local: tuple[int, ...]) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 5, bias=False, dtype=torch.float64)
+        self.experts = nn.Parameter(torch.zeros(local, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        y = torch.einsum("bd,eod->beo", self.up(x), self.experts).square().sum()
+        return y + (self.unused.square().sum() * x.sum() if use else 0.0)
+
+
 class Experts(nn.Module):
-    """Two layers of which the second is a mixture's: names are all that a store looks at."""
+    """A block with a mixture's parameters, on this rank's part of the experts alone: a store looks at names only."""
 
     def __init__(self, local: tuple[int, ...]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"0": nn.Module()})
-        block = self.blocks["0"]
-        block.up = nn.Linear(6, 5, bias=False, dtype=torch.float64)
-        block.experts = nn.Parameter(torch.zeros(local, dtype=torch.float64))
-        block.unused = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+        self.blocks = nn.ModuleDict({"0": ExpertBlock(local)})
 
     def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-        block = self.blocks["0"]
-        y = torch.einsum("bd,eod->beo", block.up(x), block.experts).square().sum()
-        return y + (block.unused.square().sum() * x.sum() if use else 0.0)
+        return self.blocks["0"](x, use)  # type: ignore[no-any-return]
+
+
+class Stage(nn.Module):
+    """A parameter of its own and one that another stage on the rank holds too."""
+
+    def __init__(self, name: str, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict()
+        self.shared, self.own = shared, name
+        self.register_parameter(name, nn.Parameter(torch.ones(5, dtype=torch.float64)))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return (self.shared * factor).sum() + getattr(self, self.own).sum()  # type: ignore[no-any-return]
 
 
 def expert_plans(mesh: Mesh, zero: int) -> dict[str, ParameterPlan]:
@@ -207,13 +240,7 @@ def test_experts_and_parameters_that_some_ranks_do_not_use(
 def two_stages(mesh: Mesh, settings: ParallelConfig) -> dict[str, float]:
     """A parameter of two parts on one rank, as tied embeddings under a schedule that comes back: reduced once."""
     shared = nn.Parameter(torch.full((4, 3), 2.0, dtype=torch.float64))
-    parts = []
-    for name in ("first", "second"):
-        part = nn.Module()
-        part.shared = shared
-        part.register_parameter(name, nn.Parameter(torch.ones(5, dtype=torch.float64)))
-        part.blocks = nn.ModuleDict()
-        parts.append(part)
+    parts = [Stage(name, shared) for name in ("first", "second")]
     plans = {}
     for name, shape in {"shared": (4, 3), "first": (5,), "second": (5,)}.items():
         computed = ShardSpec.whole(name, shape)
@@ -225,7 +252,7 @@ def two_stages(mesh: Mesh, settings: ParallelConfig) -> dict[str, float]:
     for name, part, factor in (("second", parts[1], 3.0), ("first", parts[0], 5.0)):
         store.unshard([name])
         store.before_backward(["shared", name], last=True)
-        ((part.shared * factor).sum() + getattr(part, name).sum()).mul(mesh.rank + 1).backward()
+        part(factor).mul(mesh.rank + 1).backward()
         store.after_backward(["shared", name])
     gradients = store.finish()
     scattered = mesh.traffic.take()["shard", "reduce_scatter"].calls
@@ -238,14 +265,133 @@ def test_a_parameter_of_two_stages_is_reduced_after_both(workers: WorkerPool) ->
         assert result == {"shared": [24.0], "first": [3.0], "second": [3.0], "calls": 3}
 
 
+class Partial(nn.Module):
+    """A parameter whose gradient is complete on each rank and two of which each rank has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict()
+        for name in ("complete", "first", "second"):
+            self.register_parameter(name, nn.Parameter(torch.ones(3, 2, dtype=torch.float64)))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return (factor * (self.complete + 10 * self.first + 100 * self.second)).sum()  # type: ignore[no-any-return]
+
+
+def partial_sums(mesh: Mesh, settings: ParallelConfig, group: str) -> dict[str, Any]:
+    model, plans = Partial(), {}
+    for name in ("complete", "first", "second"):
+        computed = ShardSpec.whole(name, (3, 2))
+        cut = settings.zero > 0
+        stored = split_in_chunks(computed, 0, 2, mesh.place("shard")) if cut else computed
+        plans[name] = ParameterPlan(computed, stored, 0 if cut else None, () if name == "complete" else (group,))
+    store = build_gradient_store([model], plans, mesh, settings)
+    mesh.traffic.take()
+    store.begin_step(1)
+    store.before_backward(list(plans), last=True)
+    model(float(2**mesh.rank)).backward()
+    store.after_backward(list(plans))
+    gradients = {name: gradient.unique().tolist() for name, gradient in store.finish().items() if gradient.numel()}
+    volumes = mesh.traffic.take()
+    expected = data_parallel_traffic(
+        plans, mesh.layout, mesh.rank, zero=settings.zero, accumulate="last", micro_batches=1, itemsize=8
+    )
+    same = {key: volumes[key].bytes == expected[key] for key in volumes if key[1] != "all_gather"}
+    return {"gradients": gradients, "calls": volumes[group, "all_reduce"].calls, "bytes": same}
+
+
+@pytest.mark.parametrize("group", ["tp", "tied"])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_partial_gradients_are_summed_once_more(workers: WorkerPool, zero: int, group: str) -> None:
+    axis = {"dp_shard": 2} if zero else {"dp_replicate": 2}
+    settings = parallel(**axis, zero=zero, **{"tp" if group == "tp" else "pp": 2})
+    layout = Layout.of(settings)
+    for rank, result in enumerate(workers.run(partial_sums, layout, settings, group)):
+        over_data = float(sum(2**other for other in layout.ranks(rank, "data")))
+        over_all = float(2**4 - 1)
+        expected = {"complete": [over_data], "first": [10 * over_all], "second": [100 * over_all]}
+        assert result["gradients"] == expected
+        assert result["calls"] == 1
+        assert list(result["bytes"].values()) == [True, True]
+
+
+def stages(mesh: Mesh, case: Case) -> dict[str, Any]:
+    """Two stages of the model on each rank, all forwards first: gradients of the whole batch."""
+    config = case.model
+    with default_dtype(case.dtype):
+        parts = [Transformer(config, Part((0,), True, False)), Transformer(config, Part((1,), False, True))]
+    for part in parts:
+        initialize(part, 7)
+    names = [[name for name, _ in part.named_parameters()] for part in parts]
+    plans = plan_parameters(config, case.layout, case.parallel, mesh.rank, [range(config.n_layers)])
+    store = build_gradient_store(parts, plans, mesh, case.parallel)
+    tokens, targets, weights = batch(0)
+    share, positions = ROWS // mesh.size("data") // case.micro_batches, torch.arange(LENGTH)
+    first = mesh.place("data") * share * case.micro_batches
+    edges = []
+    store.begin_step(case.micro_batches)
+    for index in range(case.micro_batches):
+        rows = slice(first + index * share, first + (index + 1) * share)
+        hidden = parts[0](tokens[rows], positions.expand(share, -1), CausalContext())
+        received = hidden.detach().requires_grad_()
+        result = parts[1](received, positions.expand(share, -1), CausalContext())
+        scale = 1.0 / float(weights.sum())
+        loss = vocabulary_loss(result, parts[1].head_weight(), targets[rows], weights[rows], scale=scale)
+        edges.append((hidden, received, loss.objective))
+    for index, (hidden, received, objective) in enumerate(edges):
+        last = index == len(edges) - 1
+        store.before_backward(names[1], last=last)
+        objective.backward()
+        store.after_backward(names[1])
+        store.before_backward(names[0], last=last)
+        hidden.backward(received.grad)
+        store.after_backward(names[0])
+    return {"gradients": store.finish(), "plans": plans}
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_two_stages_on_a_rank(workers: WorkerPool, zero: int, every: bool) -> None:
+    case = Case(parallel(dp_shard=2, zero=zero, accumulate_reduce="every" if every else "last"), micro_batches=2)
+    gradients = assembled(workers.run(stages, case.layout, case), "gradients")
+    for name, expected in whole(case)["gradients"].items():
+        torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-12)
+
+
+def started_before(mesh: Mesh, case: Case) -> list[int]:
+    """Reductions started when the backward pass comes to the first layer's gradient, and in all."""
+    model, plans, store = build(mesh, case)
+    mesh.traffic.take()
+    counts = []
+
+    def count(*_: Any) -> None:
+        counts.append(sum(volume.calls for _, kind, volume in mesh.traffic if kind != "all_gather"))
+
+    model.embedding.weight.register_hook(count)  # type: ignore[union-attr]
+    store.begin_step(1)
+    loss = loss_of(model, case, 0, 0, ROWS)
+    store.before_backward(list(plans), last=True)
+    loss.backward()
+    store.after_backward(list(plans))
+    store.finish()
+    count()
+    return counts
+
+
+@pytest.mark.parametrize("axis", [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 2}], ids=str)
+def test_reduction_overlaps_with_the_backward_pass(workers: WorkerPool, axis: dict[str, int]) -> None:
+    case = Case(parallel(**axis))
+    for before, in_all in workers.run(started_before, case.layout, case):
+        assert in_all > 3
+        assert before >= in_all - 2  # all but the buckets that the embedding is in and the one being filled
+
+
 def test_finishing_before_the_last_backward_is_an_error(workers: WorkerPool) -> None:
     with pytest.raises(AssertionError, match="no backward was the last one for"):
         workers.run(finish_too_early, Layout(dp_replicate=2), CASES["plain"])
 
 
 def finish_too_early(mesh: Mesh, case: Case) -> None:
-    from data_cases import build
-
     build(mesh, case)[2].finish()
 
 
@@ -286,8 +432,6 @@ def test_a_plan_of_another_shape_is_refused(workers: WorkerPool) -> None:
 
 
 def wrong_plan(mesh: Mesh, case: Case) -> None:
-    from data_cases import build
-
     model, plans, _ = build(mesh, case)
     for name in ("embedding.weight",):
         spec = ShardSpec.whole(name, (51, 16))

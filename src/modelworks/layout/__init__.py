@@ -1,5 +1,12 @@
 """How a run is split, as plain values: which rank is where, and which part of each tensor it holds. No torch."""
 
+from modelworks.layout.data_memory import (
+    DataParallelMemory,
+    data_parallel_memory,
+    data_parallel_traffic,
+    is_copied,
+    reduction_groups,
+)
 from modelworks.layout.feasible import check_layout, nearest_layouts
 from modelworks.layout.layout import AXES, Coordinates, Layout
 from modelworks.layout.placement import PLACEMENTS, ParameterPlan, placement, plan_parameters, stages_of
@@ -9,13 +16,18 @@ __all__ = [
     "AXES",
     "PLACEMENTS",
     "Coordinates",
+    "DataParallelMemory",
     "Layout",
     "ParameterPlan",
     "ShardSpec",
     "check_layout",
+    "data_parallel_memory",
+    "data_parallel_traffic",
+    "is_copied",
     "nearest_layouts",
     "placement",
     "plan_parameters",
+    "reduction_groups",
     "split_evenly",
     "split_in_chunks",
     "stages_of",

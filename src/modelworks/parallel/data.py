@@ -16,12 +16,12 @@ Buckets and hooks are those of PyTorch DDP (Li et al. 2020, 2006.15704), shards 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from modelworks.layout import ParameterPlan
-from modelworks.layout.data_memory import is_copied, reduction_groups
+from modelworks.layout import ParameterPlan, is_copied, reduction_groups
 from modelworks.parallel.buckets import LOW_PRECISION, Bucket, Parcel, fill_buckets, wide_dtype
 from modelworks.parallel.collectives import Pending
 from modelworks.parallel.gradients import Fill, named_parameters, storage_bytes, sum_partial
@@ -56,7 +56,8 @@ class ReplicatedStore:
         self._flying: list[_BucketState] = []
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))  # type: ignore[misc]
+                hook = partial(self._arrived, name)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def stored_parameters(self) -> dict[str, Tensor]:
         return dict(self._stored)
@@ -168,7 +169,7 @@ class ReplicatedStore:
         wanted = {id(self._of_name[name]) for name in names if name in self._of_name}
         return [state for state in self._states if id(state) in wanted and state.bucket.trained]
 
-    def _arrived(self, name: str) -> None:
+    def _arrived(self, name: str, _: Tensor) -> None:
         """A backward has brought the gradient of `name`: start every bucket that is complete, in their order."""
         self._widen(name)
         self._of_name[name].missing.discard(name)

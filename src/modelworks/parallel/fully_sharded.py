@@ -102,6 +102,8 @@ class ShardedStore:
         self._rest.before_backward(names, last, deferred)
         for part in self._touched(names):
             part.expect(reduces=(self._every or last) and not deferred, last=last and not deferred, frees=self._frees)
+            # The loss uses the head before FSDP2 hears of the backward; another micro-batch's may have freed it.
+            part.root.unshard()
 
     def after_backward(self, names: Collection[str]) -> None:
         self._rest.after_backward(names)
@@ -233,8 +235,6 @@ class _ShardedPart:
         self.root.set_is_last_backward(last)
         self.root.set_requires_gradient_sync(reduces)
         self.root.set_reshard_after_backward(frees)
-        # The loss uses the head before FSDP2 hears of the backward; another micro-batch's may have freed it.
-        self.root.unshard()
 
     def reduce_by_hand(self, *, frees: bool) -> None:
         """What FSDP2's hooks do after a backward pass, for gradients that came without one."""
