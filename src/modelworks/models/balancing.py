@@ -63,7 +63,7 @@ class RoutingTotals:
             if self.config.expert_capacity is not None:
                 figures[f"expert_dropped/{layer}"] = float(values[row, _DROPPED]) / choices
         for name, place in (("router_aux_loss", _AUXILIARY), ("router_z_loss", _Z)):
-            if getattr(self.config, name):
+            if self.layers and getattr(self.config, name):
                 figures[name] = float(values[:, place].sum()) / rows
         return figures
 

@@ -118,8 +118,8 @@ class Router(nn.Module):
             auxiliary, z = probabilities_BTE.new_zeros(()), probabilities_BTE.new_zeros(())
             length = routing.row_length
             if self.auxiliary:
-                shares_BE = routing.sum_counts(loads_BE) / (length * self.n_chosen)
-                slope_BE = (self.auxiliary * n_experts / length) * shares_BE.to(probabilities_BTE.dtype)
+                shares_BE = routing.sum_counts(loads_BE).to(probabilities_BTE.dtype) / (length * self.n_chosen)
+                slope_BE = (self.auxiliary * n_experts / length) * shares_BE
                 auxiliary = (slope_BE * probabilities_BTE.sum(1)).sum()
             if self.z:
                 z = self.z / length * logits_BTE.logsumexp(-1).square().sum()
