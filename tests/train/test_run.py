@@ -124,7 +124,7 @@ def test_the_best_checkpoint_is_kept_and_is_the_one_evaluated(
     from modelworks.train.evaluation.validation import TextScore
 
     scripted = iter([3.0, 1.0, 2.0, 4.0])
-    monkeypatch.setattr(hooks, "score_text", lambda *a, **k: TextScore(next(scripted), 10, 10))
+    monkeypatch.setattr(hooks, "score_split", lambda *a, **k: TextScore(next(scripted), 10, 10))
     config = tiny_config("evaluate.every=2 steps", "checkpoint.keep_last=1", "checkpoint.every=1 steps")
     train(config, tmp_path / "run", machine=tiny_machine)
     directory = tmp_path / "run" / "checkpoints"
@@ -274,7 +274,7 @@ def test_weights_that_are_not_finite_never_become_the_newest_checkpoint(
     def exploding(model: Any, *rest: Any, step: int, **named: Any) -> Any:
         result = real(model, *rest, step=step, **named)
         if step == 4:
-            model.final_norm.weight.data[0] = math.inf
+            model.parts[0].final_norm.weight.data[0] = math.inf
         return result
 
     monkeypatch.setattr(loop, "train_step", exploding)

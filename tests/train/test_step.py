@@ -12,10 +12,11 @@ from torch import Tensor
 
 from modelworks.config import RunConfig, UserError, parse_run_config
 from modelworks.data.batch import Batch
-from modelworks.models import CausalContext, Transformer, initialize
+from modelworks.models import CausalContext, Transformer, initialize_slice
 from modelworks.optim import build_optimizer
-from modelworks.train.precision import PRECISIONS, LossScaler, Precision, default_dtype
-from modelworks.train.step import NonFiniteStep, accumulate_gradients, train_step
+from modelworks.parallel import SplitModel, single_process, split_model
+from modelworks.train.precision import PRECISIONS, LossScaler, Precision
+from modelworks.train.step import NonFiniteStep, compute_gradients, train_step
 
 ROWS, LENGTH, VOCABULARY = 6, 12, 29
 FP64 = Precision("fp64", torch.float64)
@@ -30,11 +31,17 @@ def make_config(*overrides: str) -> RunConfig:
     return parse_run_config(text, "test", list(overrides))
 
 
-def make_model(config: RunConfig, dtype: torch.dtype = torch.float64) -> Transformer:
-    with default_dtype(dtype):
-        model = Transformer(config.model)
-    initialize(model, 0)
-    return model
+def make_model(config: RunConfig, dtype: torch.dtype = torch.float64) -> SplitModel:
+    return split_model(
+        config,
+        single_process(torch.device("cpu")),
+        dtype=dtype,
+        fill=lambda spec, out: initialize_slice(out, config.model, spec, seed=0),
+    )
+
+
+def whole(model: SplitModel) -> Transformer:
+    return model.parts[0]
 
 
 def make_batch(weights: Tensor | None = None, seed: int = 0) -> Batch:
@@ -53,7 +60,7 @@ def unequal_weights() -> Tensor:
 
 def gradients(config: RunConfig, batch: Batch, micro_batch: int, precision: Precision = FP64) -> dict[str, Tensor]:
     model = make_model(config, precision.parameter_dtype)
-    found, _ = accumulate_gradients(model, batch, config, step=3, micro_batch=micro_batch, precision=precision)
+    found = compute_gradients(model, batch, config, step=3, micro_batch=micro_batch, precision=precision).by_name
     return {name: gradient.clone() for name, gradient in found.items()}
 
 
@@ -81,7 +88,7 @@ def test_any_split_gives_the_same_gradients(
 def test_gradients_are_those_of_the_mean_over_all_targets() -> None:
     """Against plain autograd on logits: an average of the micro-batches' averages would differ."""
     config, batch = make_config(), make_batch(unequal_weights())
-    model = make_model(config)
+    model = whole(make_model(config))
     hidden = model(batch.tokens, batch.positions, CausalContext())
     losses = F.cross_entropy(model.logits(hidden).flatten(0, 1), batch.targets.flatten(), reduction="none")
     weights = batch.loss_weights.double().flatten()
@@ -105,7 +112,7 @@ def test_a_step_learns_in_every_precision(precision: str) -> None:
     config = make_config()
     kind = PRECISIONS[precision]
     model = make_model(config, kind.parameter_dtype)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    optimizer = build_optimizer(model.stored.items(), config.optimizer)
     losses = [
         train_step(model, optimizer, make_batch(), config, step=step, lr=1e-2, micro_batch=4, precision=kind).loss
         for step in range(8)
@@ -117,7 +124,7 @@ def test_a_step_learns_in_every_precision(precision: str) -> None:
 def test_fp16_skips_an_overflow_halves_the_scale_and_goes_on() -> None:
     config = make_config()
     model = make_model(config, torch.float32)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    optimizer = build_optimizer(model.stored.items(), config.optimizer)
     scaler = LossScaler(config.train.loss_scale.model_copy(update={"initial": 2.0**40, "growth_interval": 3}))
 
     def step(number: int) -> bool:
@@ -126,16 +133,16 @@ def test_fp16_skips_an_overflow_halves_the_scale_and_goes_on() -> None:
             precision=PRECISIONS["fp16"], scaler=scaler,
         ).applied  # fmt: skip
 
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in whole(model).named_parameters()}
     assert not step(0)
     assert scaler.scale == 2.0**39
     assert optimizer.updates == 0
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert all(torch.equal(parameter, before[name]) for name, parameter in whole(model).named_parameters())
     scaler.scale = 2.0**10
     assert all(step(number) for number in (1, 2, 3))
     assert scaler.scale == 2.0**11  # three good steps in a row
     assert optimizer.updates == 3
-    assert not any(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert not any(torch.equal(parameter, before[name]) for name, parameter in whole(model).named_parameters())
 
 
 def test_fp16_gradients_do_not_depend_on_the_scale() -> None:
@@ -143,9 +150,9 @@ def test_fp16_gradients_do_not_depend_on_the_scale() -> None:
     results = []
     for scale in (2.0**4, 2.0**10):
         model = make_model(config, torch.float32)
-        found, _ = accumulate_gradients(
+        found = compute_gradients(
             model, batch, config, step=0, micro_batch=ROWS, precision=PRECISIONS["fp16"], loss_scale=scale
-        )
+        ).by_name
         results.append(torch.cat([gradient.flatten() / scale for gradient in found.values()]))
     assert ((results[0] - results[1]).norm() / results[1].norm()).item() < 1e-2
 
@@ -172,20 +179,20 @@ def test_loss_scale_state_survives() -> None:
 def test_a_loss_that_is_not_finite_updates_nothing_and_names_the_rows() -> None:
     config = make_config()
     model = make_model(config, torch.float32)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    optimizer = build_optimizer(model.stored.items(), config.optimizer)
     with torch.no_grad():
-        model.embedding.weight[7] = math.nan
+        whole(model).embedding.weight[7] = math.nan
     batch = make_batch()
     tokens = torch.where(batch.tokens == 7, 8, batch.tokens)
     tokens[4, 2] = 7
-    before = [parameter.clone() for parameter in model.parameters()]
+    before = [parameter.clone() for parameter in whole(model).parameters()]
     with pytest.raises(NonFiniteStep) as caught:
         train_step(
             model, optimizer, dataclasses.replace(batch, tokens=tokens), config,
             step=0, lr=1e-3, micro_batch=2, precision=PRECISIONS["fp32"],
         )  # fmt: skip
     assert caught.value.rows == (4, 6)
-    for parameter, old in zip(model.parameters(), before, strict=True):
+    for parameter, old in zip(whole(model).parameters(), before, strict=True):
         assert torch.equal(parameter.nan_to_num(9.0), old.nan_to_num(9.0))
     assert optimizer.updates == 0
 
@@ -202,7 +209,7 @@ def test_recomputation_changes_no_gradient(recompute: str) -> None:
     batch = make_batch()
     expected = gradients(config, batch, 3)
     model = make_model(config)
-    model.set_recompute(recompute)
-    found, _ = accumulate_gradients(model, batch, config, step=3, micro_batch=3, precision=FP64)
+    whole(model).set_recompute(recompute)
+    found = compute_gradients(model, batch, config, step=3, micro_batch=3, precision=FP64).by_name
     for name, gradient in found.items():
         assert torch.equal(gradient, expected[name])

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.loading import load_model as load_model
     from modelworks.checkpoint.loading import open_model as open_model
     from modelworks.checkpoint.read import Checkpoint as Checkpoint
+    from modelworks.checkpoint.read import check_shapes as check_shapes
     from modelworks.checkpoint.read import explain as explain
     from modelworks.checkpoint.read import open_checkpoint as open_checkpoint
     from modelworks.checkpoint.retention import best_checkpoint as best_checkpoint
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.retention import latest_checkpoint as latest_checkpoint
     from modelworks.checkpoint.retention import retain as retain
     from modelworks.checkpoint.write import LazyTensor as LazyTensor
+    from modelworks.checkpoint.write import Sections as Sections
     from modelworks.checkpoint.write import write_checkpoint as write_checkpoint
     from modelworks.checkpoint.write import write_model as write_model
 
@@ -29,7 +31,9 @@ _OFFERS = {
     "LazyTensor": "write",
     "LoadedModel": "loading",
     "ModelSource": "formats.source",
+    "Sections": "write",
     "best_checkpoint": "retention",
+    "check_shapes": "read",
     "clean_leftovers": "retention",
     "convert": "conversion",
     "explain": "read",

@@ -6,7 +6,7 @@ when documents are packed apart (`data.packing: within-document`) and run throug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import Any
@@ -46,6 +46,21 @@ class Batch:
         """Micro-batches of at most `rows` rows, in order."""
         for start in range(0, self.n_rows, rows):
             yield self._map(itemgetter(slice(start, start + rows)))
+
+    def rows(self, index: slice) -> Batch:
+        """These rows."""
+        return self._map(itemgetter(index))
+
+    def joined(self, others: Sequence[Batch]) -> Batch:
+        """These rows, and below them those of the others."""
+        parts: list[Any] = [self, *others]
+        columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(self)}
+        values: dict[str, Any] = {n: None if column[0] is None else torch.cat(column) for n, column in columns.items()}
+        return Batch(**values)
+
+    def columns(self, index: Tensor) -> Batch:
+        """These columns of every row, int64 (columns,). Positions and document ids stay those of the whole row."""
+        return self._map(lambda tensor: tensor.index_select(1, index))
 
     def to(self, device: torch.device | str) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from modelworks.models.generation import generate as generate
     from modelworks.models.initialization import initial_values as initial_values
     from modelworks.models.initialization import initialize as initialize
-    from modelworks.models.initialization import initialize_slice as initialize_slice
     from modelworks.models.initialization import initialize_shards as initialize_shards
+    from modelworks.models.initialization import initialize_slice as initialize_slice
     from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE as LONGEST_BLOCKWISE
     from modelworks.models.recompute import activation_bytes as activation_bytes
     from modelworks.models.routing import Routing as Routing

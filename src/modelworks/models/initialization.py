@@ -24,7 +24,7 @@ _PIECE = 16 * CHUNK
 def initialize(model: nn.Module, seed: int) -> None:
     """Set every parameter of a `Transformer` in place. The model must be materialised (not on the meta device)."""
     for name, parameter in model.named_parameters():
-        _fill(parameter, model.config, ShardSpec.whole(name, tuple(parameter.shape)), seed)  # type: ignore[arg-type]
+        initialize_slice(parameter, model.config, ShardSpec.whole(name, tuple(parameter.shape)), seed)  # type: ignore[arg-type]
 
 
 def initialize_shards(part: nn.Module, plans: Mapping[str, ParameterPlan], seed: int) -> None:
@@ -34,7 +34,7 @@ def initialize_shards(part: nn.Module, plans: Mapping[str, ParameterPlan], seed:
     made; the columns of a matrix are taken from a few rows at a time.
     """
     for name, parameter in part.named_parameters():
-        _fill(parameter, part.config, plans[name].computed, seed)  # type: ignore[arg-type]
+        initialize_slice(parameter, part.config, plans[name].computed, seed)  # type: ignore[arg-type]
 
 
 def initial_values(
@@ -65,7 +65,7 @@ def initial_values(
     return (normal(Key.of(seed, "initialize", name), start, start + size, device=device) * std).to(dtype)
 
 
-def _fill(parameter: nn.Parameter, config: ModelConfig, spec: ShardSpec, seed: int) -> None:
+def initialize_slice(parameter: Tensor, config: ModelConfig, spec: ShardSpec, seed: int) -> None:
     """Set `parameter`, which holds the slice `spec` of a logical one, on its own device and piece by piece."""
     if tuple(parameter.shape) != spec.local_shape:
         raise ValueError(f"{spec.name}: a tensor of shape {tuple(parameter.shape)} cannot hold {spec.local_shape}")

@@ -13,7 +13,7 @@ torch's fused kernel does the arithmetic (one pass over memory); what is stored,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,14 @@ from modelworks.optim.groups import ParameterOptions, parameter_options
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, Tensor]], config: OptimizerConfig) -> AdamW:
-    """The optimiser that `config.name` names, over the parameters that require a gradient."""
-    return AdamW(named_parameters, config)
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, Tensor]], config: OptimizerConfig, *, all_names: Sequence[str] | None = None
+) -> AdamW:
+    """The optimiser that `config.name` names, over the parameters that require a gradient.
+
+    all_names: of the whole model, where `named_parameters` are those of one rank: patterns must match one of them.
+    """
+    return AdamW(named_parameters, config, all_names=all_names)
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,15 @@ class _Slot:
 class AdamW:
     """named_parameters: (full name, tensor); tensors that need no gradient are left alone."""
 
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        config: OptimizerConfig,
+        *,
+        all_names: Sequence[str] | None = None,
+    ) -> None:
         parameters = {name: tensor for name, tensor in named_parameters if tensor.requires_grad}
-        options = parameter_options(parameters, config)
+        options = parameter_options(all_names or parameters, config)
         self.config = config
         self._slots = {name: _new_slot(tensor, options[name]) for name, tensor in parameters.items()}
         self._updates = 0

@@ -9,20 +9,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from modelworks.parallel.apply import SplitModel as SplitModel
+    from modelworks.parallel.apply import split_model as split_model
     from modelworks.parallel.collectives import Group as Group
     from modelworks.parallel.context import RingContext as RingContext
     from modelworks.parallel.context import UlyssesContext as UlyssesContext
     from modelworks.parallel.context import context_parallel as context_parallel
     from modelworks.parallel.context import row_order as row_order
     from modelworks.parallel.context import sequence_columns as sequence_columns
+    from modelworks.parallel.expert import build_routing as build_routing
+    from modelworks.parallel.expert import reduce_totals_ as reduce_totals_
     from modelworks.parallel.failures import explain_out_of_memory as explain_out_of_memory
     from modelworks.parallel.failures import is_out_of_memory as is_out_of_memory
+    from modelworks.parallel.gradients import Fill as Fill
+    from modelworks.parallel.gradients import GradientStore as GradientStore
+    from modelworks.parallel.gradients import build_gradient_store as build_gradient_store
+    from modelworks.parallel.gradients import world_reduce as world_reduce
     from modelworks.parallel.labels import Labels as Labels
     from modelworks.parallel.launching import RankFailed as RankFailed
     from modelworks.parallel.launching import launch as launch
     from modelworks.parallel.mesh import Mesh as Mesh
     from modelworks.parallel.mesh import build_mesh as build_mesh
     from modelworks.parallel.mesh import single_process as single_process
+    from modelworks.parallel.pipeline.edges import EdgeShapes as EdgeShapes
     from modelworks.parallel.tensor import dropout_keys as dropout_keys
     from modelworks.parallel.tensor import shard_tensor as shard_tensor
     from modelworks.parallel.traffic import Traffic as Traffic
@@ -33,6 +42,15 @@ if TYPE_CHECKING:
     from modelworks.parallel.world import joined as joined
 
 _HOME = {
+    "build_gradient_store": "gradients",
+    "GradientStore": "gradients",
+    "EdgeShapes": "pipeline.edges",
+    "world_reduce": "gradients",
+    "Fill": "gradients",
+    "reduce_totals_": "expert",
+    "build_routing": "expert",
+    "split_model": "apply",
+    "SplitModel": "apply",
     "Group": "collectives",
     "Labels": "labels",
     "Mesh": "mesh",

@@ -7,6 +7,7 @@ process group, so `shard` costs nothing where cp is 1.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +36,15 @@ GROUPS = (
 
 @dataclass
 class Mesh:
-    """layout: how the run is split; rank: this process. traffic: what this rank sends, by axis."""
+    """layout: how the run is split; rank: this process. traffic: what this rank sends, by axis. labels: what it is
+    doing, for reports of hangs and deaths."""
 
     layout: Layout
     rank: int
     device: torch.device
     groups: dict[str, Group]
     traffic: Traffic
+    labels: Labels
     _device_meshes: dict[tuple[str, str], DeviceMesh] = field(default_factory=dict)
 
     def group(self, name: str) -> Group:
@@ -53,6 +56,16 @@ class Mesh:
 
     def size(self, name: str) -> int:
         return self.groups[name].size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and speaks to people."""
+        return self.rank == 0
+
+    def shared(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. For what is small and what only one should decide."""
+        world = self.groups["world"]
+        return value if world.size == 1 else world.gather_objects(value if self.is_main else None)[0]
 
     def device_mesh(self, replicate: str, shard: str) -> DeviceMesh:
         """What FSDP2 wants to know: one dimension to shard over, and one for replicas where there are any."""
@@ -83,7 +96,7 @@ def build_mesh(
     n_kv_heads: of the model, for the group `kv`. labels: told of each operation as it starts and as it is waited for.
     """
     rank = dist.get_rank() if layout.world_size > 1 else 0
-    traffic = Traffic()
+    traffic, labels = Traffic(), labels or Labels()
     handles: dict[tuple[int, ...], object] = {}
     groups = {}
     for name in (*GROUPS, "kv", "tied"):
@@ -94,7 +107,7 @@ def build_mesh(
                 handles[ranks] = dist.group.WORLD if whole else dist.new_group(list(ranks))
         ranks = _ranks(layout, rank, name, n_kv_heads)
         groups[name] = Group(name, ranks, rank, handles.get(ranks), traffic, labels)
-    return Mesh(layout, rank, device, groups, traffic)
+    return Mesh(layout, rank, device, groups, traffic, labels)
 
 
 def single_process(device: torch.device) -> Mesh:

@@ -45,6 +45,7 @@ def record_start(
 ) -> None:
     """What is known before the first step: decisions, predictions, baselines. Once a run, and again on resume."""
     step, config = state.step, derived.config
+    parameters = state.model.count_parameters()
     log.event(step, "environment", fingerprint(machine))
     for decision in derived.decisions:
         log.event(step, "decision", asdict(decision))
@@ -54,7 +55,7 @@ def record_start(
     flops = training_flops_per_token(config.model, config.data.seq_len)
     peak = peak_flops(machine, compute_name(derived))
     log.figure(0, "predicted/parameters", count_parameters(config.model).total, "parameters", kind="predicted")
-    log.figure(0, "model/parameters", sum(p.numel() for p in state.model.parameters()), "parameters")
+    log.figure(0, "model/parameters", parameters, "parameters")
     log.figure(0, "predicted/flops_per_token", flops.training, "FLOP/token", kind="predicted")
     log.figure(0, "machine/peak_flops", peak.flops, "FLOP/s")
     log.event(0, "decision", {"key": "MFU denominator", "value": f"{peak.flops:.4g} FLOP/s", "reason": peak.source})

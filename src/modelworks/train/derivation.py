@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from modelworks.config import Duration, RunConfig, UserError, count_parameters, format_bytes
+from modelworks.config import Duration, RunConfig, TrainConfig, UserError, count_parameters, format_bytes
 from modelworks.hardware import Machine, choose_device, choose_precision
 from modelworks.optim import Schedule, build_schedule
-from modelworks.train.memory import MemoryPrediction, predict_memory
+from modelworks.train.memory import MemoryPrediction
 from modelworks.train.precision import PRECISIONS, Precision
+from modelworks.train.rank_memory import predict_rank_memory
 
 # Tokens of one micro-batch: enough rows for full-speed products. Beyond it activations only leave the caches sooner.
 CPU_TOKENS = 4096
@@ -92,8 +93,10 @@ def derive(
         decide("train.micro_batch", rows, reason)
         train = train.model_copy(update={"micro_batch": rows})
     micro_batch = int(train.micro_batch)
-    accumulation = -(-train.global_batch // micro_batch)
-    decide("accumulation", accumulation, f"{train.global_batch} sequences in micro-batches of {micro_batch}")
+    rows = _rank_rows(config, train)
+    accumulation = -(-rows // micro_batch)
+    of_rank = "" if rows == train.global_batch else " of each data-parallel rank"
+    decide("accumulation", accumulation, f"{rows} sequences{of_rank} in micro-batches of {micro_batch}")
 
     steps = _Steps(train.global_batch * config.data.seq_len, steps_per_epoch)
     total = steps.of("train.duration", train.duration)
@@ -163,8 +166,11 @@ def _keep_earlier(config: RunConfig, earlier: RunConfig | None) -> RunConfig:
 def _choose_micro_batch(config: RunConfig) -> tuple[int, str]:
     """The largest even share of the global batch that runs at full speed and fits; rows and the reason."""
     train, seq_len = config.train, config.data.seq_len
+    parallel = config.parallel
     wanted = CPU_TOKENS if train.device == "cpu" else GPU_TOKENS
-    shares = [rows for rows in range(train.global_batch, 0, -1) if train.global_batch % rows == 0]
+    # A pipeline needs several micro-batches to fill, at least as many as it has ranks.
+    most = max(1, _rank_rows(config, train) // (parallel.pp if parallel.pp > 1 else 1))
+    shares = [rows for rows in range(most, 0, -1) if _rank_rows(config, train) % rows == 0]
     fast = [rows for rows in shares if rows * seq_len <= wanted] or [1]
     free = _free_memory(train.device)
     for rows in fast:
@@ -182,10 +188,13 @@ def _choose_micro_batch(config: RunConfig) -> tuple[int, str]:
     )
 
 
+def _rank_rows(config: RunConfig, train: TrainConfig) -> int:
+    """Rows of the global batch on one data-parallel rank."""
+    return train.global_batch // (config.parallel.dp_replicate * config.parallel.dp_shard)
+
+
 def _predict(config: RunConfig, rows: int) -> MemoryPrediction:
-    return predict_memory(
-        config.model, config.train, precision=config.train.precision, micro_batch=rows, seq_len=config.data.seq_len
-    )
+    return predict_rank_memory(config, precision=config.train.precision, micro_batch=rows)
 
 
 def _free_memory(device: str) -> int:

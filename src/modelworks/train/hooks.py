@@ -10,12 +10,13 @@ from pathlib import Path
 from modelworks.checkpoint import retain
 from modelworks.config import UserError, format_count
 from modelworks.data import Dataset, ScoredText, TrainLoader
+from modelworks.models import Transformer
 from modelworks.train.derivation import Derived
 from modelworks.train.evaluation.samples import sample_texts
-from modelworks.train.evaluation.validation import TextScore, score_text
+from modelworks.train.evaluation.validation import TextScore, score_split
 from modelworks.train.loop import StepDone
 from modelworks.train.recording import MemoryMeter, RunLog
-from modelworks.train.state import TrainState
+from modelworks.train.state import TrainState, first_not_finite
 from modelworks.train.terminal import Terminal
 
 
@@ -42,6 +43,8 @@ class Recording:
         log.figure(step, "train/mfu", self.mfu(speed))
         for name, value in self.memory.figures().items():
             log.figure(step, name, value, "bytes")
+        for name, figure in result.routing.items():
+            log.figure(step, name, figure)
         if state.scaler:
             log.figure(step, "train/loss_scale", state.scaler.scale)
             if not result.applied:
@@ -83,7 +86,8 @@ class Validation:
             self.run(state)
 
     def run(self, state: TrainState) -> None:
-        score = self.latest = score_text(state.model, self.text, precision=self.derived.precision)
+        config = self.derived.config
+        score = self.latest = score_split(state.model, self.text, config, precision=self.derived.precision)
         figures = {
             "val/loss": (score.loss, "nats/token"),
             "val/perplexity": (score.perplexity, ""),
@@ -98,10 +102,16 @@ class Validation:
             f"step {state.step}: validation loss {score.loss:.4f}, perplexity {score.perplexity:.2f}, "
             f"{score.bits_per_byte:.4f} bits per byte"
         )
+        if self.prompts:
+            model = state.model.whole_model()
+            if model is not None:
+                self._write_samples(state, model)
+
+    def _write_samples(self, state: TrainState, model: Transformer) -> None:
         with self.derived.precision.autocast(self.derived.device):
             seed = self.derived.config.seed
             try:
-                self.samples = list(sample_texts(state.model, self.dataset.tokenizer, self.prompts, seed=seed))
+                self.samples = list(sample_texts(model, self.dataset.tokenizer, self.prompts, seed=seed))
             except UserError as error:  # weights that are no longer finite: for the next step to judge
                 self.samples = []
                 self.log.event(state.step, "warning", f"no samples: {error}")
@@ -167,7 +177,7 @@ class Checkpoints:
         """Save unless this very step is saved already."""
         if self._saved_step == state.step:
             return
-        broken = next((name for name, p in state.model.named_parameters() if not bool(p.isfinite().all())), None)
+        broken = first_not_finite(state.model)
         if broken:
             # Saved, it would be the newest checkpoint, and retention would remove good ones for its sake.
             self.failed = True
@@ -189,6 +199,8 @@ class Checkpoints:
 
     def _remove_old(self, state: TrainState) -> None:
         settings = self.derived.config
+        if state.model.mesh.rank != 0:
+            return
         try:
             retain(
                 self.directory,

@@ -7,6 +7,7 @@ resumed run may change) is checked before the first step, and nothing of an earl
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
 from modelworks.config import RunConfig, UserError, resume_differences, training_flops_per_token
 from modelworks.data import Dataset, TrainLoader, build_dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine, choose_threads, facts, measure_machine, peak_flops
+from modelworks.layout import Layout, check_layout
+from modelworks.parallel import Mesh, single_process
 from modelworks.train import run_directory
 from modelworks.train.beginning import compute_name, print_decisions, record_start
 from modelworks.train.derivation import Derived, derive
@@ -29,6 +32,7 @@ from modelworks.train.recording import MemoryMeter, RunLog
 from modelworks.train.result import Result, build_result, with_earlier_figures
 from modelworks.train.start import build_state, check_vocabulary
 from modelworks.train.state import TrainState
+from modelworks.train.step import data_rows
 from modelworks.train.stopping import stop_on_signals
 from modelworks.train.terminal import Terminal
 
@@ -45,23 +49,38 @@ def train(
     profile: bool = False,
     console: Console | None = None,
     machine: Machine | None = None,
+    mesh: Mesh | None = None,
 ) -> Result:
     """Run `config` in `run_dir`. console: where a person reads along; None is silent.
 
-    machine: measured figures of this machine, None measures them (or reads what was measured before).
+    machine: measured figures of this machine, None measures them (or reads what was measured before). mesh: of this
+    rank where the run is split over processes, each of which calls this; rank 0 alone writes and speaks.
     Raises `UserError` for what the user can fix, and `TrainingFailed` when the run cannot go on.
     """
+    check_layout(config, mesh.layout.world_size if mesh else None)
+    if mesh is None:
+        if Layout.of(config.parallel).world_size > 1:
+            raise ValueError("a run that is split needs the mesh of this rank (see modelworks.parallel.launch)")
+        mesh = single_process(torch.device("cpu"))
+    main = mesh.is_main
     console = console or Console(quiet=True)
     started = time.monotonic()
-    with run_directory.locked(run_dir):
-        run_directory.check_use(run_dir, resume=resume, overwrite=overwrite)
+    with run_directory.locked(run_dir) if main else nullcontext():
+        if main:
+            run_directory.check_use(run_dir, resume=resume, overwrite=overwrite)
         tasks = check_references(config)
-        checkpoint = _find_checkpoint(run_dir, console) if resume else None
-        machine = machine or measure(config, console)
-        dataset = build_dataset(config.data, progress=not console.quiet)
+        path = mesh.shared(_find_checkpoint(run_dir, console) if resume and main else None)
+        checkpoint = open_checkpoint(path) if path else None
+        machine = mesh.shared(machine or (measure(config, console) if main else None))
+        if main:  # the others find it built
+            build_dataset(config.data, progress=not console.quiet)
+        mesh.group("world").barrier()
+        dataset = build_dataset(config.data, progress=False)
         loader = TrainLoader(dataset, config.data, config.seed, config.train.global_batch)
         earlier = checkpoint.config if checkpoint else None
-        derived = derive(config, machine, steps_per_epoch=loader.steps_per_epoch, earlier=earlier)
+        derived = derive(config, machine, steps_per_epoch=loader.steps_per_epoch, earlier=earlier) if main else None
+        derived = mesh.shared(derived)
+        mesh.device = own_device(derived.device)
         changes = []
         if checkpoint:
             changes = resume_differences(
@@ -73,18 +92,19 @@ def train(
 
         memory = MemoryMeter(derived.device)
         memory.reset()
-        state = build_state(derived, weights=checkpoint is None)
+        state = build_state(derived, mesh, checkpoint)
         if checkpoint:
             state.restore(checkpoint)
             if _measure_of_best(checkpoint.config) != _measure_of_best(config):
                 state.best = None  # of another measure: nothing to compare with
-        if overwrite:
-            run_directory.clear(run_dir)
-        run_directory.cut_records(run_dir / "records.jsonl", state.step)
-        earlier_summary = run_directory.read_summary(run_dir)
-        (run_dir / "summary.json").unlink(missing_ok=True)
-        run_directory.write_config(run_dir, derived.config)
-        log = RunLog(run_dir, first_step=state.step)
+        earlier_summary = run_directory.read_summary(run_dir) if not overwrite else {}
+        if main:
+            if overwrite:
+                run_directory.clear(run_dir)
+            run_directory.cut_records(run_dir / "records.jsonl", state.step)
+            (run_dir / "summary.json").unlink(missing_ok=True)
+            run_directory.write_config(run_dir, derived.config)
+        log = RunLog(run_dir if main else None, first_step=state.step)
         print_decisions(derived, console)
         if machine.disturbed:
             busy = "other programs were busy while this machine was measured: utilisation (MFU) reads too high"
@@ -126,21 +146,30 @@ def train(
             protect=[checkpoint.path] if checkpoint else [],
             latest=checkpoint.path if checkpoint else None,
         )
-        compressors = compression_baselines(dataset, max_tokens=config.evaluate.max_tokens, progress=not console.quiet)
-        baselines = {name: row.best for name, row in compressors.items()}
+        baselines = {}
+        if main:
+            compressors = compression_baselines(
+                dataset, max_tokens=config.evaluate.max_tokens, progress=not console.quiet
+            )
+            baselines = {name: row.best for name, row in compressors.items()}
         record_start(log, state, derived, baselines, machine)
         hooks: list[Hook] = [recording, validation]
         if questions:
             hooks.append(Questions(log, terminal, derived.tasks_every, questions))
         hooks.append(checkpoints)
         try:
-            with terminal, stop_on_signals() as stop, Profile(run_dir if profile else None, derived) as profiling:
+            with (
+                terminal,
+                stop_on_signals() as stop,
+                Profile(run_dir if profile and main else None, derived) as profiling,
+            ):
                 hooks.append(profiling)
                 terminal.start(state.step)
                 validation.catch_up(state)
                 checkpoints.catch_up(state)
                 try:
-                    run_steps(state, derived, loader.iterate(state.step), hooks, stop)
+                    rows = data_rows(state.model, config.train.global_batch)
+                    run_steps(state, derived, loader.iterate(state.step, rows), hooks, stop)
                 except TrainingFailed as error:
                     log.event(state.step, "warning", str(error))
                     checkpoints.save(state)
@@ -155,7 +184,7 @@ def train(
             log.figure(state.step, "memory/training_peak", memory.peak() - memory.at_reset, "bytes")
             if not recording.losses:
                 result = with_earlier_figures(result, earlier_summary)
-            if not result.stopped_by:
+            if main and not result.stopped_by:
                 try:
                     run_directory.write_summary(run_dir, asdict(result))
                 except OSError as error:
@@ -203,7 +232,12 @@ def measure(config: RunConfig, console: Console) -> Machine:
     )
 
 
-def _find_checkpoint(run_dir: Path, console: Console) -> Checkpoint | None:
+def own_device(device: torch.device) -> torch.device:
+    """This process's own device of that kind."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
+def _find_checkpoint(run_dir: Path, console: Console) -> Path | None:
     """The newest complete checkpoint; None for a run that was killed before it had one, which starts again."""
 
     def skipped(path: Path, reason: str) -> None:
@@ -213,9 +247,8 @@ def _find_checkpoint(run_dir: Path, console: Console) -> Checkpoint | None:
     if path is None:
         console.print(f"no checkpoint in {run_dir} yet: starting from the beginning", markup=False)
         return None
-    checkpoint: Checkpoint = open_checkpoint(path)
-    console.print(f"resuming from {path} (step {checkpoint.step})", markup=False)
-    return checkpoint
+    console.print(f"resuming from {path} (step {open_checkpoint(path).step})", markup=False)
+    return Path(path)
 
 
 def _check_same_texts(checkpoint: Checkpoint, dataset: Dataset) -> None:
@@ -238,6 +271,9 @@ def _questions(tasks: TaskRunner | None, derived: Derived, tokenizer: Any) -> An
         return None
 
     def run(state: TrainState) -> dict[str, float]:
-        return dict(tasks.run(state.model, tokenizer, precision=derived.precision))
+        """Asked by rank 0 of the whole model; the answers are everybody's, since they may decide which step is best."""
+        model = state.model.whole_model()
+        answers = {} if model is None else dict(tasks.run(model, tokenizer, precision=derived.precision))
+        return dict(state.model.mesh.shared(answers))
 
     return run

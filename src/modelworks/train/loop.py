@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from modelworks.data.batch import Batch
+from modelworks.parallel import agree
 from modelworks.train.derivation import Derived
 from modelworks.train.state import TrainState
 from modelworks.train.step import NonFiniteStep, StepResult, train_step
@@ -43,16 +44,21 @@ class Hook(Protocol):
 def run_steps(
     state: TrainState, derived: Derived, batches: Iterable[Batch], hooks: Sequence[Hook], stop: StopRequest
 ) -> None:
-    """Train from `state.step` to the end, or until asked to stop. batches: from that step on.
+    """Train from `state.step` to the end, or until asked to stop. batches: this rank's rows, from that step on.
 
+    All ranks stop at the same step: a signal that one of them got is everybody's.
     Raises TrainingFailed, with the state as it was before the bad step, when loss or gradients are not finite.
     """
-    rate = derived.schedule
+    rate, mesh = derived.schedule, state.model.mesh
     state.model.train()
     source = iter(batches)
-    while state.step < derived.total_steps and not stop.requested:
+    stopping = agree(stop.requested, mesh)
+    while state.step < derived.total_steps and not stopping:
         started = time.perf_counter()
+        mesh.labels.step(state.step + 1)
+        mesh.labels.doing("data")
         batch, lr = next(source), rate(state.step)
+        mesh.labels.doing("forward and backward passes")
         try:
             result = train_step(
                 state.model,
@@ -71,13 +77,15 @@ def run_steps(
             raise TrainingFailed(f"step {state.step + 1}: {error}; {_REMEDY}") from error
         state.step += 1
         state.metrics = {}
+        stopping = agree(stop.requested, mesh)
+        mesh.labels.doing("records, evaluation, checkpoint")
         done = StepDone(
             state.step,
             result,
             lr,
             time.perf_counter() - started,
             last=state.step == derived.total_steps,
-            stopping=stop.requested,
+            stopping=stopping,
         )
         for hook in hooks:
             hook.after_step(state, done)

@@ -27,11 +27,15 @@ from modelworks.records import Kind, Record, RecordWriter
 class RunLog:
     """Writes each record to `records.jsonl` and, if it is a figure, to TensorBoard.
 
+    run_dir: None keeps nothing, on ranks whose figures are those of rank 0.
     A disk that is full does not end the run: rows wait in memory and are written once there is room again. After a
     failure TensorBoard's own writer cannot go on: its curves end there, and `records.jsonl` has them all.
     """
 
-    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+    def __init__(self, run_dir: Path | None, *, first_step: int) -> None:
+        self._path: Path | None = None
+        if run_dir is None:
+            return
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = run_dir / "records.jsonl"
@@ -50,6 +54,8 @@ class RunLog:
         self.write(Record(step, name, text, kind="event"))
 
     def write(self, *records: Record) -> None:
+        if self._path is None:
+            return
         self._waiting += records
         self._write_waiting()
         with self._board_may_fail():
@@ -57,6 +63,8 @@ class RunLog:
                 self._show(record)
 
     def close(self) -> None:
+        if self._path is None:
+            return
         if self._writer:
             self._writer.close()
         with self._board_may_fail():
@@ -80,6 +88,7 @@ class RunLog:
             print(f"warning: TensorBoard events cannot be written ({error}); they end here", file=sys.stderr)
 
     def _write_waiting(self) -> None:
+        assert self._path is not None
         try:
             if self._writer is None:
                 self._writer = RecordWriter(self._path)

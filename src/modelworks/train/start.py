@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from modelworks.checkpoint import open_model
-from modelworks.config import ModelConfig, RunConfig, UserError, show_value
+import torch
+from torch import Tensor, nn
+
+from modelworks.checkpoint import Checkpoint, check_shapes, open_model
+from modelworks.config import ModelConfig, RunConfig, UserError, parameter_shapes, show_value
 from modelworks.data import Dataset, Tokenizer
 from modelworks.hardware import compiler
-from modelworks.models import Transformer, initialize
+from modelworks.layout import ShardSpec
+from modelworks.models import initialize_slice
 from modelworks.optim import build_optimizer
+from modelworks.parallel import Fill, Mesh, split_model
 from modelworks.train.derivation import Derived
-from modelworks.train.precision import LossScaler, default_dtype
+from modelworks.train.precision import LossScaler
 from modelworks.train.state import TrainState
 
 
-def build_state(derived: Derived, *, weights: bool = True) -> TrainState:
-    """The model on its device with initial values, its optimiser and its loss scale.
+def build_state(derived: Derived, mesh: Mesh, checkpoint: Checkpoint | None = None) -> TrainState:
+    """This rank's part of the model with its values, its optimiser and its loss scale.
 
-    weights: False leaves the parameters unset, for a checkpoint that fills all of them.
+    checkpoint: where the weights come from; None for initial values, or those of `init_from`.
     """
     config = derived.config
-    with default_dtype(derived.precision.parameter_dtype), torch.device(derived.device):
-        model = Transformer(config.model)
-    if weights:
-        initialize(model, config.seed)
-        if config.init_from:
-            open_model(config.init_from).load_into(dict(model.named_parameters()))
-    model.set_recompute(config.train.recompute)
-    if config.train.compile:
-        _compile_blocks(model, derived.device)
+    model = split_model(
+        config,
+        mesh,
+        dtype=derived.precision.parameter_dtype,
+        fill=_values(config, checkpoint),
+        prepare=_compiler(derived.device) if config.train.compile else None,
+    )
     scaler = LossScaler(config.train.loss_scale) if derived.precision.scales_loss else None
-    return TrainState(model, build_optimizer(model.named_parameters(), config.optimizer), scaler)
+    optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
+    return TrainState(model, optimizer, scaler)
+
+
+def _values(config: RunConfig, checkpoint: Checkpoint | None) -> Fill:
+    """What sets a slice of a parameter. Whole tensors are read one at a time."""
+    if checkpoint is not None:
+        checkpoint.expect("model", parameter_shapes(config.model))
+        return lambda spec, out: _copy(checkpoint.tensor("model", spec.name), spec, out)
+    if config.init_from:
+        source = open_model(config.init_from)
+        check_shapes(source.origin, {n: t.shape for n, t in source.tensors.items()}, parameter_shapes(config.model))
+        return lambda spec, out: _copy(source.tensors[spec.name].load(), spec, out)
+    return lambda spec, out: initialize_slice(out, config.model, spec, config.seed)
+
+
+def _copy(whole: Tensor, spec: ShardSpec, out: Tensor) -> None:
+    out.copy_(whole[spec.slices])
 
 
 def check_vocabulary(config: RunConfig, dataset: Dataset) -> list[str]:
@@ -79,11 +99,10 @@ def _check_same_tokens(config: RunConfig, theirs: Tokenizer, ours: Tokenizer) ->
             )
 
 
-def _compile_blocks(model: Transformer, device: torch.device) -> None:
-    """Each block by itself: they share one compiled graph, and what goes on between them stays observable."""
+def _compiler(device: torch.device) -> Callable[[nn.Module], None]:
+    """Compiles a block by itself: blocks share one compiled graph, and what goes on between them stays observable."""
     if device.type == "cpu":
         path, reason = compiler()
         if path is None:
             raise UserError(f"train.compile: {reason}; install it or set train.compile to false")
-    for block in model.blocks.values():
-        block.compile()
+    return lambda block: block.compile()

@@ -3,18 +3,18 @@
     loss = sum over the global batch of w * -log p(target)  /  sum over the global batch of w
 
 The denominator is known before the first micro-batch runs, so every micro-batch's sum is scaled by it and the
-gradients simply add up. That is the invariant: however a batch is cut into micro-batches, and however unequal
-their target counts, the gradients are the same up to rounding. (Averaging each micro-batch's mean, the common
-mistake, weighs tokens of short micro-batches more.)
+gradients simply add up. That is the invariant: however a batch is cut into micro-batches and spread over ranks, and
+however unequal their target counts, the gradients are the same up to rounding. (Averaging each micro-batch's or
+rank's mean, the common mistake, weighs tokens of short micro-batches more.)
 
 A loss or gradient norm that is not finite: under fp16 the step is skipped and the loss scale halved; in every
-other precision it raises `NonFiniteStep` *before* anything is updated, so that the state is still good.
+other precision it raises `NonFiniteStep` *before* anything is updated, so that the state is still good. Loss and norm
+are the same numbers on every rank, so all ranks decide alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,22 +22,22 @@ from torch import Tensor
 
 from modelworks.config import RunConfig, UserError
 from modelworks.data.batch import Batch
-from modelworks.models import AttentionContext, CausalContext, DocumentContext, DropoutKey, Transformer
 from modelworks.optim import AdamW, clip_gradients
-from modelworks.train.loss import vocabulary_loss
+from modelworks.parallel import SplitModel, world_reduce
+from modelworks.train.experts import balance_experts
+from modelworks.train.micro_batches import MicroBatches
 from modelworks.train.precision import LossScaler, Precision
-
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class StepResult:
     """loss: nats per target token, without z-loss and smoothing. grad_norm: of the unscaled gradients before
-    clipping. applied: False where fp16 overflowed and the update was skipped."""
+    clipping. applied: False where fp16 overflowed and the update was skipped. routing: figures of experts, by name."""
 
     loss: float
     grad_norm: float
     applied: bool
+    routing: dict[str, float]
 
 
 class NonFiniteStep(Exception):
@@ -49,8 +49,20 @@ class NonFiniteStep(Exception):
         self.loss, self.grad_norm, self.rows = loss, grad_norm, rows
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """What a step's passes give. by_name: of this rank's stored shards, summed over all ranks, times the loss scale.
+
+    loss: mean over the target tokens of the global batch, on every rank. micro: the micro-batches of this rank.
+    """
+
+    by_name: dict[str, Tensor]
+    loss: float
+    micro: MicroBatches
+
+
 def train_step(
-    model: Transformer,
+    model: SplitModel,
     optimizer: AdamW,
     batch: Batch,
     config: RunConfig,
@@ -61,30 +73,20 @@ def train_step(
     precision: Precision,
     scaler: LossScaler | None = None,
 ) -> StepResult:
-    """Update the model once on a global batch. step: updates asked for so far, which keys the dropout masks."""
+    """Update the model once on a global batch.
+
+    batch: the rows of this data-parallel rank (`data_rows`). step: updates asked for so far, which keys the dropout
+    masks.
+    """
     scale = scaler.scale if scaler else 1.0
-    gradients, losses = accumulate_gradients(
+    gradients = compute_gradients(
         model, batch, config, step=step, micro_batch=micro_batch, precision=precision, loss_scale=scale
     )
-    if scale != 1.0:
-        torch._foreach_mul_(list(gradients.values()), 1.0 / scale)
-    settings = config.train
-    norm = clip_gradients(gradients, settings.grad_clip, float(settings.grad_clip_norm))
-    loss = float(losses.sum() / batch.target_weight())
-    good = math.isfinite(norm) and math.isfinite(loss)
-    if scaler:
-        scaler.update(overflowed=not good)
-    elif not good:
-        raise NonFiniteStep(loss, norm, _bad_rows(losses, micro_batch, batch.n_rows))
-    if good:
-        optimizer.step(gradients, lr)
-    for parameter in model.parameters():
-        parameter.grad = None
-    return StepResult(loss, norm, applied=good)
+    return apply_gradients(model, optimizer, gradients, config, lr=lr, loss_scale=scale, scaler=scaler)
 
 
-def accumulate_gradients(
-    model: Transformer,
+def compute_gradients(
+    model: SplitModel,
     batch: Batch,
     config: RunConfig,
     *,
@@ -92,73 +94,91 @@ def accumulate_gradients(
     micro_batch: int,
     precision: Precision,
     loss_scale: float = 1.0,
-) -> tuple[Mapping[str, Tensor], Tensor]:
-    """Gradients of `loss_scale` times the batch's loss by parameter name, and each micro-batch's summed loss.
+) -> Gradients:
+    """Forward and backward passes of all micro-batches, and the reductions over ranks.
 
-    The gradients of bf16 and fp16 parameters are summed in float32: a sum of many small terms would stop growing.
+    Gradients of bf16 and fp16 parameters are summed in float32: a sum of many small terms would stop growing.
     """
-    total = float(batch.target_weight())
+    total = _over_data_ranks(model, batch.target_weight())
     if total <= 0:
         raise UserError(f"the batch of step {step} has no target tokens: every loss weight is 0")
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    device = next(iter(parameters.values())).device
-    wide_sums: dict[str, Tensor] = {}
-    losses = []
-    for index, part in enumerate(batch.split(micro_batch)):
-        part = part.to(device)
-        dropout = _dropout_key(config, step, index * micro_batch)
-        with precision.autocast(device):
-            hidden = model(part.tokens, part.positions, attention_context(part, config.data.packing, dropout))
-            loss = vocabulary_loss(
-                hidden,
-                model.head_weight(),
-                part.targets,
-                part.loss_weights,
-                label_smoothing=config.train.label_smoothing,
-                z_loss=config.train.z_loss,
-                scale=loss_scale / total,
-            )
-        loss.objective.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.nll)
-        if batch.n_rows > micro_batch:
-            _sum_wide(parameters, wide_sums)
-    for parameter in parameters.values():
-        if parameter.grad is None:  # outside the graph of this batch
-            parameter.grad = torch.zeros_like(parameter)
-    # Where every micro-batch went into a wide sum, the parameter's own gradient is None by now.
-    gradients = {name: wide_sums.get(name, parameter.grad) for name, parameter in parameters.items()}
-    return gradients, torch.stack(losses).double().cpu()  # type: ignore[return-value]
+    first = model.mesh.place("dp") * batch.n_rows
+    parts = list(batch.split(micro_batch))
+    micro = MicroBatches(
+        model,
+        parts,
+        config,
+        precision,
+        step=step,
+        first_rows=[first + index * micro_batch for index in range(len(parts))],
+        scale=loss_scale / total,
+        loss_scale=loss_scale,
+    )
+    model.gradients.begin_step(len(parts))
+    executor = model.executor(len(parts))
+    executor.run(len(parts), micro.forward, training=True, edge_shapes=micro.edge_shapes)
+    return Gradients(model.gradients.finish(), global_loss(model, micro, total), micro)
 
 
-def attention_context(batch: Batch, packing: str, dropout: DropoutKey | None = None) -> AttentionContext:
-    """What the batch's tokens may see: their own document, or everything before them in their row."""
-    if packing == "within-document":
-        return DocumentContext(batch.document_ids, dropout=dropout)
-    return CausalContext(dropout=dropout)
+def apply_gradients(
+    model: SplitModel,
+    optimizer: AdamW,
+    gradients: Gradients,
+    config: RunConfig,
+    *,
+    lr: float,
+    loss_scale: float = 1.0,
+    scaler: LossScaler | None = None,
+) -> StepResult:
+    """Clip by the one global norm and update. Frees the gradients, also where the step is refused."""
+    by_name, loss, settings = gradients.by_name, gradients.loss, config.train
+    if loss_scale != 1.0:
+        torch._foreach_mul_(list(by_name.values()), 1.0 / loss_scale)
+    norm = clip_gradients(
+        by_name,
+        settings.grad_clip,
+        float(settings.grad_clip_norm),
+        reduce=world_reduce(model.mesh) if model.mesh.layout.world_size > 1 else None,
+        counted=model.counted,
+    )
+    good = math.isfinite(norm) and math.isfinite(loss)
+    if scaler:
+        scaler.update(overflowed=not good)
+    elif not good:
+        model.gradients.end_step()
+        raise NonFiniteStep(loss, norm, _bad_rows(model, gradients))
+    routing: dict[str, float] = {}
+    if good:
+        optimizer.step(by_name, lr)
+        model.gradients.after_update()
+        routing = balance_experts(model, gradients.micro.routings, config.train.global_batch)
+    model.gradients.end_step()
+    return StepResult(loss, norm, applied=good, routing=routing)
 
 
-def _dropout_key(config: RunConfig, step: int, first_row: int) -> DropoutKey | None:
-    if config.model.dropout or config.model.attention_dropout:
-        return DropoutKey(config.seed, step, config.data.seq_len, first_row)
-    return None
+def data_rows(model: SplitModel, global_batch: int) -> slice:
+    """The rows of the global batch that this data-parallel rank computes; its cp, tp and pp partners have the same."""
+    ranks, place = model.mesh.size("dp"), model.mesh.place("dp")
+    each = global_batch // ranks
+    return slice(place * each, (place + 1) * each)
 
 
-def _sum_wide(parameters: Mapping[str, Tensor], sums: dict[str, Tensor]) -> None:
-    """Move the gradients of low-precision parameters into their float32 sums."""
-    for name, parameter in parameters.items():
-        if parameter.dtype not in _LOW_PRECISION or parameter.grad is None:
-            continue
-        if name in sums:
-            sums[name] += parameter.grad
-        else:
-            sums[name] = parameter.grad.float()
-        parameter.grad = None
+def _over_data_ranks(model: SplitModel, value: Tensor) -> float:
+    """The sum of a float64 scalar over ranks with other rows."""
+    return float(model.mesh.group("dp").all_reduce_(value.to(model.mesh.device)))
 
 
-def _bad_rows(losses: Tensor, micro_batch: int, n_rows: int) -> tuple[int, int] | None:
-    """The rows of the first micro-batch whose loss is not finite."""
-    bad = (~losses.isfinite()).nonzero()
-    if not len(bad):
-        return None
-    first = int(bad[0]) * micro_batch
-    return first, min(first + micro_batch, n_rows)
+def global_loss(model: SplitModel, micro: MicroBatches, total: float) -> float:
+    """The loss of all ranks' tokens, on every rank: each token is counted where its loss was computed, once."""
+    own = torch.zeros((), dtype=torch.float64)
+    if micro.losses and model.mesh.place("tp") == 0:
+        own = torch.stack([micro.losses[index] for index in sorted(micro.losses)]).double().cpu().sum()
+    return float(model.mesh.group("world").all_reduce_(own.to(model.mesh.device))) / total
+
+
+def _bad_rows(model: SplitModel, gradients: Gradients) -> tuple[int, int] | None:
+    """The rows of the first micro-batch, over all ranks, whose loss is not finite."""
+    bad = [index for index, loss in sorted(gradients.micro.losses.items()) if not bool(loss.isfinite())]
+    first = gradients.micro.rows_of(bad[0]) if bad else None
+    found = [rows for rows in model.mesh.group("world").gather_objects(first) if rows is not None]
+    return min(found, default=None)

@@ -1,0 +1,151 @@
+"""A small run that is split exactly like the user's: what can fail in the layout stays, what only costs time goes.
+
+Kept: the layout and its schedule, ties, how query heads share key heads, which sizes do not divide, experts and which
+layers have them, windows shorter than the sequence, dropout, packing, precision, the optimiser and clipping. Made
+small: widths, depth, vocabulary, sequence and batch, each to the least that still gives every rank, stage, expert and
+micro-batch something to do. Invariant: `check_layout` accepts the small run where it accepts the user's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from modelworks.config import ModelConfig, ParallelConfig, RunConfig
+from modelworks.layout import check_layout
+
+HEAD_DIM = 8
+LEAST_LENGTH = 24  # tokens: a few documents fit in a row
+
+
+def shrink(config: RunConfig) -> RunConfig:
+    """The small run of `config`. Raises UserError where the layout does not fit the run at all."""
+    check_layout(config)
+    parallel = config.parallel
+    length = _length(parallel)
+    rows = _micro_batches(parallel)
+    small = config.model_copy(
+        update={
+            "model": _model(config, length),
+            "data": config.data.model_copy(update={"seq_len": length}),
+            "train": config.train.model_copy(
+                update={
+                    "global_batch": rows * parallel.dp_replicate * parallel.dp_shard,
+                    "micro_batch": 1,
+                    "device": "cpu",
+                    "compile": False,
+                }
+            ),
+            "parallel": parallel.model_copy(update={"pp_partition": _partition(config), "bucket_size": 16 << 10}),
+            "init_from": None,
+        }
+    )
+    check_layout(small)
+    return small
+
+
+def describe(config: RunConfig, small: RunConfig) -> str:
+    """In words, what was made small."""
+    was, now = config.model, small.model
+    parts = [f"{was.n_layers} -> {now.n_layers} layers", f"width {was.d_model} -> {now.d_model}"]
+    parts.append(f"heads {was.n_heads}/{was.n_kv_heads} -> {now.n_heads}/{now.n_kv_heads}")
+    if was.n_experts:
+        parts.append(f"experts {was.n_experts} -> {now.n_experts}")
+    parts.append(f"vocabulary {was.vocab_size} -> {now.vocab_size}")
+    parts.append(f"length {config.data.seq_len} -> {small.data.seq_len}")
+    parts.append(f"batch {config.train.global_batch} -> {small.train.global_batch}")
+    return ", ".join(parts)
+
+
+def _model(config: RunConfig, length: int) -> ModelConfig:
+    model, parallel = config.model, config.parallel
+    n_heads, n_kv_heads = _heads(model, parallel)
+    d_attention = n_heads * HEAD_DIM
+    changes: dict[str, Any] = {
+        "n_layers": _layers(config),
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": HEAD_DIM,
+        # A stream that is wider or narrower than its heads stays so.
+        "d_model": d_attention if model.d_model == model.d_attention else d_attention + HEAD_DIM,
+        "d_ff": _like(model.d_ff, parallel.tp, 16),
+        "vocab_size": _like(model.vocab_size, parallel.tp, 64),
+        "max_seq_len": length,
+    }
+    window = model.sliding_window
+    if window is not None:
+        changes["sliding_window"] = max(2, length // 3) if window < config.data.seq_len else length
+    if model.n_experts:
+        changes |= _experts(model, parallel)
+    return model.model_copy(update=changes)
+
+
+def _like(size: int, parts: int, least: int) -> int:
+    """At least `least`, divisible by `parts` exactly where `size` is."""
+    small = -(-least // parts) * parts
+    return small if size % parts == 0 else small + 1
+
+
+def _heads(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, int]:
+    """Heads that split as the model's do: key heads divided or copied alike, shared by several queries or by one."""
+    tp, cp = parallel.tp, parallel.cp if parallel.cp_mode == "ulysses" else 1
+    copies = max(1, tp // model.n_kv_heads)
+    n_kv = model.n_kv_heads if copies > 1 else tp * cp
+    n_kv = math.gcd(n_kv, model.n_kv_heads) if copies == 1 and model.n_kv_heads % n_kv else n_kv
+    shared = model.n_heads // model.n_kv_heads
+    wanted = math.lcm(copies, cp) if copies > 1 else 1
+    ratio = wanted if shared == 1 else max(wanted, next(r for r in range(2, shared + 1) if shared % r == 0))
+    while shared % ratio or (n_kv * ratio) % tp:
+        ratio += 1
+    return n_kv * ratio, n_kv
+
+
+def _layers(config: RunConfig) -> int:
+    """As many layers as stages need, an uneven number over the stages where the model's is uneven."""
+    model, stages = config.model, _stages(config.parallel)
+    partition = config.parallel.pp_partition
+    if isinstance(partition, list):
+        return sum(min(count, 2) for count in partition)
+    least = max(2, stages if model.n_layers >= stages else model.n_layers)
+    if model.n_layers % stages and model.n_layers > stages:
+        least += 1
+    if model.n_experts:  # until a layer of each kind is among them
+        dense = set(getattr(model, "dense_layers", []) or [])
+        kinds = [layer in dense for layer in range(model.n_layers)]
+        while least < model.n_layers and len(set(kinds[:least])) < len(set(kinds)):
+            least += 1
+    return min(model.n_layers, least)
+
+
+def _partition(config: RunConfig) -> Any:
+    partition = config.parallel.pp_partition
+    return [min(count, 2) for count in partition] if isinstance(partition, list) else partition
+
+
+def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    least = max(model.experts_per_token, 2)
+    count = -(-least // parallel.ep) * parallel.ep
+    if count <= model.experts_per_token < model.n_experts:
+        count += parallel.ep
+    dense = [layer for layer in model.dense_layers if layer < model.n_layers]
+    return {
+        "n_experts": min(count, model.n_experts),
+        "d_expert": _like(model.d_expert, parallel.tp, 12),
+        "dense_layers": dense,
+    }
+
+
+def _stages(parallel: ParallelConfig) -> int:
+    if parallel.pp == 1:
+        return 1
+    return parallel.pp * (2 if parallel.pp_schedule in ("zbv", "dualpipev") else parallel.pp_virtual)
+
+
+def _micro_batches(parallel: ParallelConfig) -> int:
+    """Micro-batches of one row on each data-parallel rank: several, and enough to fill a pipeline."""
+    return 2 if parallel.pp == 1 else 2 * parallel.pp
+
+
+def _length(parallel: ParallelConfig) -> int:
+    parts = math.lcm(2 * parallel.cp if parallel.cp > 1 else 1, parallel.cp * parallel.tp)
+    return -(-LEAST_LENGTH // parts) * parts
