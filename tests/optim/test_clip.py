@@ -104,3 +104,30 @@ def test_half_precision_sums_in_float32() -> None:
 
 def test_no_gradients_have_norm_zero() -> None:
     assert clip_gradients({}, 1.0) == 0.0
+
+
+@given(
+    owners=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=3, max_size=3),
+    p=st.sampled_from([1.0, 2.0, 3.5, math.inf]),
+)
+def test_copies_are_counted_once_and_all_are_scaled(owners: list[list[bool]], p: float) -> None:
+    """Three ranks hold every tensor or a copy of it; the first that owns a tensor counts it, the others only scale."""
+    whole = make_gradients()
+    names = list(whole)
+    counted: list[set[str]] = [set(), set(), set()]
+    for tensor, claims in enumerate(owners):
+        counted[claims.index(True) if any(claims) else 2].add(names[tensor])
+    expected = clip_gradients(make_gradients(), None, p)
+    norms = [clip_gradients(make_gradients(), None, p, counted=own) for own in counted]
+
+    def reduce(value: Tensor, how: str) -> Tensor:
+        largest = max(float(gradient.abs().max()) for gradient in make_gradients().values() if gradient.numel())
+        if how == "max":
+            return torch.tensor(largest, dtype=torch.float64)
+        unit = largest if p == 3.5 else 1.0  # orders but 1 and 2 sum powers of what is left after the largest
+        return torch.tensor(sum((norm / unit) ** p for norm in norms), dtype=torch.float64)
+
+    for own in counted:
+        held = make_gradients()
+        assert clip_gradients(held, expected / 4, p, reduce, own) == pytest.approx(expected, rel=1e-12)
+        torch.testing.assert_close(flat(held), flat(whole) / 4, rtol=1e-12, atol=0)
