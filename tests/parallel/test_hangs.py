@@ -12,9 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelworks.parallel.failures import explain_out_of_memory, is_lost_connection, is_out_of_memory
+from modelworks.parallel.failures import (
+    _oom_kills,
+    explain_out_of_memory,
+    is_lost_connection,
+    is_out_of_memory,
+    kernel_kills,
+)
 from modelworks.parallel.hangs import State, explain_hang, state_of
 from modelworks.parallel.labels import Labels, Operation, create_slots, read_slot
+from modelworks.parallel.launching import _killed
 
 WORLD = (0, 1, 2, 3)
 
@@ -209,6 +216,17 @@ def test_out_of_memory_is_recognised_and_explained() -> None:
         "dp_shard=4,",
         "tp=2",
     ]
+
+
+def test_a_kill_for_want_of_memory_is_guessed(tmp_path: Path) -> None:
+    new, old = tmp_path / "memory.events", tmp_path / "memory.oom_control"
+    new.write_text("low 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n")
+    old.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 4\n")
+    assert [_oom_kills(file) for file in (new, old, tmp_path / "none")] == [2, 4, 0]
+    assert kernel_kills() >= 0
+    assert "perhaps out of memory" in _killed(signal.SIGKILL, memory_ran_out=True)
+    assert "memory" not in _killed(signal.SIGKILL, memory_ran_out=False)
+    assert "memory" not in _killed(signal.SIGSEGV, memory_ran_out=True)
 
 
 def _wrap(error: Exception) -> None:

@@ -19,10 +19,13 @@ from modelworks.parallel import RankFailed, launch
 pytestmark = pytest.mark.slow
 
 
-def test_results_of_two_runs_side_by_side(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_results_of_two_runs_side_by_side(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with ThreadPoolExecutor() as threads:
         runs = [
-            threads.submit(launch, "launch_jobs:learn", 2, {"scale": scale}, directory=tmp_path / f"{scale}")
+            threads.submit(launch, "launch_jobs:learn", 2, {"scale": scale}, directory=tmp_path / f"{scale}", threads=5)
             for scale in (1.0, 10.0)
         ]
     for scale, run in zip((1.0, 10.0), runs, strict=True):
@@ -30,15 +33,12 @@ def test_results_of_two_runs_side_by_side(tmp_path: Path, capfd: pytest.CaptureF
         assert [result["rank"] for result in results] == [0, 1]
         for result in results:
             assert (result["size"], result["sum"], result["agreed"], result["refused"]) == (2, 3 * scale, True, False)
+        assert [result["threads"] for result in results] == [2, 2]  # 5 divided by 2
         assert sorted(result["first"] for result in results) == [False, True]
         assert "said by every rank" in (tmp_path / f"{scale}" / "rank-1.log").read_text()
-    assert capfd.readouterr().err.count("UserWarning: said by every rank") == 2  # rank 0 of each run
-
-
-def test_threads_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    results = launch("launch_jobs:learn", 2, {"scale": 1.0}, directory=tmp_path, threads=5)
-    assert [result["threads"] for result in results] == [2, 2]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("UserWarning: said by every rank") == 2  # rank 0 of each run
 
 
 def test_a_mistake_of_the_user_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -61,8 +61,7 @@ def test_a_killed_rank_ends_the_others_and_is_named_with_its_label(tmp_path: Pat
     with pytest.raises(RankFailed) as caught:
         launch("launch_jobs:die_on_rank_1", 2, {}, directory=tmp_path)
     assert caught.value.rank == 1
-    assert str(caught.value).startswith("rank 1 was killed (SIGKILL")
-    assert "it was last doing: step 12: data" in str(caught.value)
+    assert str(caught.value).startswith("rank 1 was killed (SIGKILL); it was last doing: step 12: data")
 
 
 def test_a_hang_names_the_rank_that_never_came(tmp_path: Path) -> None:
@@ -83,17 +82,22 @@ def test_sigterm_reaches_the_ranks_which_end_together(tmp_path: Path) -> None:
         assert parent.wait(60) == 75
 
 
-def test_no_rank_outlives_a_killed_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)]
+)
+def test_no_rank_outlives_its_parent(tmp_path: Path, number: int, code: int) -> None:
+    """Ranks that save nothing: killed with a parent that is killed, ended by what it passes on else."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     with _launching("hold", tmp_path, fifo) as parent, fifo.open() as stream:
         ranks = {int(stream.readline()), int(stream.readline())}
         assert len(ranks) == 2
-        parent.kill()
+        parent.send_signal(number)
         assert stream.read() == ""  # the end of the FIFO: nobody has it open any more
+        assert parent.wait(60) == code
 
 
 def _launching(job: str, directory: Path, fifo: Path) -> subprocess.Popen[bytes]:
     """A process of its own that launches a job on two ranks."""
     command = [sys.executable, launch_jobs.__file__, job, str(directory), json.dumps({"fifo": str(fifo)})]
-    return subprocess.Popen(command)
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)  # Python's words on Ctrl-C

@@ -295,6 +295,11 @@ def _failure(rank: _Rank, labels: Path, stop: _Stop, memory_ran_out: bool) -> Ba
     if kind == "vanished":
         message = f"rank {rank.number} ended with exit code {outcome['code']} without a word; {last}{more}"
         return RankFailed(message, rank.number)
-    name = signal.Signals(-outcome["code"]).name
-    guess = ", perhaps out of memory: the kernel ended a process for want of it" if memory_ran_out else ""
-    return RankFailed(f"rank {rank.number} was killed ({name}{guess}); {last}{more}", rank.number)
+    return RankFailed(f"rank {rank.number} was {_killed(-outcome['code'], memory_ran_out)}; {last}{more}", rank.number)
+
+
+def _killed(number: int, memory_ran_out: bool) -> str:
+    name = signal.Signals(number).name
+    if memory_ran_out and number == signal.SIGKILL:
+        return f"killed ({name}), perhaps out of memory: meanwhile the kernel ended a process for want of it"
+    return f"killed ({name})"
