@@ -90,11 +90,12 @@ class Deferrable(Protocol):
 
 
 def defer_weights(model: nn.Module) -> DeferredWeights:
-    """Bind a new `DeferredWeights` to every linear map of the model (its `Deferrable` modules)."""
-    deferred = DeferredWeights()
-    for module in model.modules():
-        if isinstance(module, Deferrable):
-            module.deferred = deferred
+    """Bind a `DeferredWeights` to every linear map of the model (its `Deferrable` modules): the one that is bound to
+    them already, where there is one."""
+    modules = [module for module in model.modules() if isinstance(module, Deferrable)]
+    deferred = next((module.deferred for module in modules if module.deferred is not None), DeferredWeights())
+    for module in modules:
+        module.deferred = deferred
     return deferred
 
 
