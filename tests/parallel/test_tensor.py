@@ -34,7 +34,7 @@ DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1}
 LLAMA = ModelConfig(**SIZES, n_kv_heads=2, init_std=0.3)
 GPT2 = ModelConfig(**SIZES, family="gpt2", init_std=0.3, **DROPOUT)
 QWEN3 = ModelConfig(**SIZES, family="qwen3", n_kv_heads=2, head_dim=6, init_std=0.3, sliding_window=5, **DROPOUT)
-POST = ModelConfig(**SIZES, norm_position="post", feed_forward_bias=True, attention_output_bias=True, init_std=0.3)
+BIASED = ModelConfig(**SIZES, norm_position="post", feed_forward_bias=True, attention_output_bias=True, init_std=0.3)
 EXPERTS = ModelConfig(
     **SIZES,
     family="mixtral",
@@ -156,7 +156,7 @@ def check(config: ModelConfig, layout: Layout, sequence_parallel: bool, results:
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
 @pytest.mark.parametrize(
-    "config", [LLAMA, GPT2, QWEN3, POST, EXPERTS], ids=["llama", "gpt2", "qwen3", "post", "experts"]
+    "config", [LLAMA, GPT2, QWEN3, BIASED, EXPERTS], ids=["llama", "gpt2", "qwen3", "biased", "experts"]
 )
 def test_two_ranks_equal_one_process(workers: WorkerPool, config: ModelConfig, sequence_parallel: bool) -> None:
     layout = Layout(tp=2)
@@ -189,8 +189,8 @@ def compiled(mesh: Mesh, config: ModelConfig, recompute: str) -> Any:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_blocks(workers: WorkerPool, recompute: str) -> None:
     layout = Layout(tp=2)
-    results = workers.run(compiled, layout, QWEN3, recompute, n_kv_heads=2)
-    check(QWEN3, layout, True, results)
+    results = workers.run(compiled, layout, BIASED, recompute)
+    check(BIASED, layout, True, results)
 
 
 def compiled_graphs(mesh: Mesh, n_layers: int) -> int:
@@ -248,6 +248,22 @@ def test_bytes_of_a_layer(workers: WorkerPool, tp: int, sequence_parallel: bool,
     else:
         reductions = 5 if again else 4
         assert layer == {("tp", "all_reduce"): (reductions, reductions * 2 * (tp - 1) / tp * whole)}
+
+
+def keys_of_some_columns(mesh: Mesh, sequence_parallel: bool) -> Any:
+    key = DropoutKey(0, 0, 16, columns=torch.tensor([0, 1, 14, 15]))
+    stream, attention = dropout_keys(key, mesh, 8, sequence_parallel=sequence_parallel)
+    return stream.columns.tolist(), stream.first_channel, attention.columns.tolist(), attention.first_channel
+
+
+def test_dropout_keys_of_a_context_parallel_rank(workers: WorkerPool) -> None:
+    """The stream has a part of the columns that the tp group shares; attention has them all, and some of the heads."""
+    shared = [0, 1, 14, 15]
+    assert workers.run(keys_of_some_columns, Layout(tp=2), True) == [
+        ([0, 1], 0, shared, 0),
+        ([14, 15], 0, shared, 4),
+    ]
+    assert workers.run(keys_of_some_columns, Layout(tp=2), False) == [(shared, 0, shared, 0), (shared, 0, shared, 4)]
 
 
 def built_on_meta(mesh: Mesh, config: ModelConfig) -> dict[str, Tensor]:
