@@ -11,7 +11,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from modelworks.config import UserError
 from modelworks.parallel import Labels, World, joined
-from modelworks.parallel.watch import VERDICT_FILE, Watcher
+from modelworks.parallel.labels import VERDICT_FILE
+from modelworks.parallel.watch import Watcher
 from modelworks.parallel.world import interface_towards
 
 Ranks = list[tuple[Labels, Watcher]]

@@ -23,6 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+# What `launch` shares with its ranks: a directory, named to them in the environment, and two files there.
+DIRECTORY_VARIABLE = "MODELWORKS_RANK_FILES"
+LABELS_FILE, VERDICT_FILE = "labels", "verdict"
 _TEXT = 254  # bytes of a label, a length before it
 _SLOT = 1 + 2 * (1 + _TEXT)
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from modelworks.config import UserError
 from modelworks.parallel.failures import kernel_kills
-from modelworks.parallel.labels import create_slots, read_slot
+from modelworks.parallel.labels import DIRECTORY_VARIABLE, LABELS_FILE, VERDICT_FILE, create_slots, read_slot
 
 _RANK_PROCESS = "modelworks.parallel.rank_process"
 _GRACE = 5.0  # seconds that the other ranks have to end by themselves once one has failed
@@ -72,7 +72,7 @@ def launch(
     """
     _check_devices(device, world_size)
     directory.mkdir(parents=True, exist_ok=True)
-    labels, verdict = directory / "labels", directory / "verdict"
+    labels, verdict = directory / LABELS_FILE, directory / VERDICT_FILE
     create_slots(labels, world_size)
     verdict.unlink(missing_ok=True)
     kills = kernel_kills()
@@ -198,7 +198,7 @@ def _place(rank: int, world_size: int, port: int, directory: Path) -> dict[str, 
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "MODELWORKS_RANK_FILES": str(directory.absolute()),
+        DIRECTORY_VARIABLE: str(directory.absolute()),
     }
 
 

@@ -25,10 +25,9 @@ from torch._C._distributed_c10d import Store
 
 from modelworks.parallel.failures import is_lost_connection
 from modelworks.parallel.hangs import State, explain_hang, state_of
-from modelworks.parallel.labels import Labels
+from modelworks.parallel.labels import LABELS_FILE, VERDICT_FILE, Labels
 from modelworks.parallel.world import World, initialize_process_group
 
-LABELS_FILE, VERDICT_FILE = "labels", "verdict"  # in the directory that `launch` shares with its ranks
 _SPARE = 30.0  # seconds by which the backend's own limit is later than ours, which can say more
 _SILENCE = 5.0  # seconds without a report after which a rank counts as gone
 

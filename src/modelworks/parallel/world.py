@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from modelworks.config import UserError
+from modelworks.parallel.labels import DIRECTORY_VARIABLE
 from modelworks.parallel.mesh import Mesh
 
-FILES = "MODELWORKS_RANK_FILES"  # set by `launch`: the directory that it shares with its ranks
 _MEETING = timedelta(minutes=5)  # for the other processes to start
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -79,7 +79,7 @@ def joined() -> World | None:
     rank, size, local_rank, port = (_whole(given, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
     if rank >= size:
         raise UserError(f"the environment has RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to {size - 1}")
-    files = os.environ.get(FILES)
+    files = os.environ.get(DIRECTORY_VARIABLE)
     return World(
         rank,
         size,
