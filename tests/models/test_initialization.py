@@ -18,7 +18,10 @@ CONFIG = ModelConfig(n_layers=4, d_model=64, n_heads=4, vocab_size=300, max_seq_
 GPT2 = ModelConfig(family="gpt2", n_layers=2, d_model=64, n_heads=4, vocab_size=300, max_seq_len=32)
 
 
-@pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["llama", "gpt2"])
+EXPERTS = ModelConfig(family="mixtral", n_layers=2, d_model=64, n_heads=4, vocab_size=300, max_seq_len=32)
+
+
+@pytest.mark.parametrize("config", [CONFIG, GPT2, EXPERTS], ids=["llama", "gpt2", "mixtral"])
 def test_rule(config):
     model = Transformer(config)
     initialize(model, seed=3)

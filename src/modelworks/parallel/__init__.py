@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from modelworks.parallel.context import sequence_columns as sequence_columns
     from modelworks.parallel.expert import build_routing as build_routing
     from modelworks.parallel.expert import reduce_totals_ as reduce_totals_
+    from modelworks.parallel.expert import shard_experts as shard_experts
     from modelworks.parallel.failures import explain_out_of_memory as explain_out_of_memory
     from modelworks.parallel.failures import is_out_of_memory as is_out_of_memory
     from modelworks.parallel.gradients import Fill as Fill
@@ -62,6 +63,7 @@ _HOME = {
     "World": "world",
     "agree": "world",
     "build_mesh": "mesh",
+    "shard_experts": "expert",
     "dropout_keys": "tensor",
     "shard_tensor": "tensor",
     "context_parallel": "context",
