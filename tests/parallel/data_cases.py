@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from modelworks.config import ModelConfig, OptimizerConfig, ParallelConfig
 from modelworks.layout import Layout, ParameterPlan, plan_parameters
@@ -53,14 +54,18 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, targets, kept * torch.rand(ROWS, LENGTH, generator=generator, dtype=torch.float64)
 
 
-def loss_of(model: Transformer, case: Case, step: int, first: int, end: int) -> Tensor:
-    """Of rows first..end, divided by the whole batch's weight."""
+def loss_of(model: Transformer, case: Case, step: int, first: int, end: int, *, plain: bool = False) -> Tensor:
+    """Of rows first..end, divided by the whole batch's weight. plain: the head's weight is read again in the backward
+    pass, which our own loss does not do."""
     tokens, targets, weights = batch(step)
     rows = slice(first, end)
     config = case.model
     dropout = DropoutKey(3, step, LENGTH, first) if config.dropout else None
     hidden = model(tokens[rows], torch.arange(LENGTH).expand(end - first, -1), CausalContext(dropout=dropout))
     scale = 1.0 / float(weights.sum())
+    if plain:
+        losses = cross_entropy(model.logits(hidden).flatten(0, 1), targets[rows].flatten(), reduction="none")
+        return (losses * weights[rows].flatten()).sum() * scale
     return vocabulary_loss(hidden, model.head_weight(), targets[rows], weights[rows], scale=scale).objective
 
 

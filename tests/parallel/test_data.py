@@ -115,10 +115,11 @@ def test_sharding_sends_what_plain_data_parallelism_sends(workers: WorkerPool) -
     assert sent[0] == sent[1] == sent[2] > 0
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("zero", [0, 2])
-def test_bfloat16_gradients_are_summed_in_float32(workers: WorkerPool, zero: int) -> None:
+def test_bfloat16_gradients_are_summed_in_float32(workers: WorkerPool, zero: int, deferred: bool) -> None:
     axis = "dp_shard" if zero else "dp_replicate"
-    case = Case(parallel(zero=zero, **{axis: 2}), micro_batches=3, dtype=torch.bfloat16)
+    case = Case(parallel(zero=zero, **{axis: 2}), micro_batches=3, dtype=torch.bfloat16, deferred=deferred)
     results = workers.run(split, case.layout, case)
     assert all(gradient.dtype == torch.float32 for gradient in results[0]["gradients"].values())
     # One process adds up in bfloat16: 8 bits of mantissa.

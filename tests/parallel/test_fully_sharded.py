@@ -46,10 +46,11 @@ def test_sends_at_most_half_as_much_again(workers: WorkerPool) -> None:
     assert 1.0 < sent[1] / sent[0] <= 1.5
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("every", [False, True])
-def test_bfloat16_gradients_are_reduced_in_float32(workers: WorkerPool, every: bool) -> None:
+def test_bfloat16_gradients_are_reduced_in_float32(workers: WorkerPool, every: bool, deferred: bool) -> None:
     settings = parallel(dp_shard=2, zero=3, accumulate_reduce="every" if every else "last")
-    case = Case(settings, micro_batches=3, dtype=torch.bfloat16)
+    case = Case(settings, micro_batches=3, dtype=torch.bfloat16, deferred=deferred)
     results = workers.run(split, case.layout, case)
     gradients = [gradient for result in results for gradient in result["gradients"].values()]
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
@@ -88,7 +89,8 @@ def gathering(mesh: Mesh, case: Case, gathers: str) -> dict[str, Any]:
     sizes.append(store.bytes()["parameters"])
     half = ROWS // 2
     store.begin_step(2)
-    losses = [loss_of(model, case, 0, first, first + half) for first in (0, half)]  # both forwards come first
+    # Both forwards come first, so that the first backward frees what the second needs again.
+    losses = [loss_of(model, case, 0, first, first + half, plain=True) for first in (0, half)]
     for index, loss in enumerate(losses):
         store.before_backward(names, last=index == 1)
         loss.backward()
