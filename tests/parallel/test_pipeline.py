@@ -11,6 +11,7 @@ import pytest
 import torch
 from pool import WorkerPool
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from modelworks.config import ModelConfig, RunConfig
@@ -26,6 +27,7 @@ from modelworks.layout.pipeline import (
 from modelworks.models import CausalContext, Transformer, initialize
 from modelworks.parallel import Mesh, single_process
 from modelworks.parallel.pipeline import PipelineExecutor, build_parts
+from modelworks.parallel.pipeline.edges import IN_FLIGHT
 
 ROWS, LENGTH = 2, 8  # of a micro-batch
 V_SHAPED = ("zbv", "dualpipev")
@@ -40,6 +42,7 @@ class Case:
     layers: int = 4
     recompute: str = "none"
     model: dict[str, Any] = field(default_factory=dict)
+    partition: Any = "auto"
 
     def config(self) -> RunConfig:
         model = {"n_layers": self.layers, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_ff": 24, "vocab_size": 50}
@@ -47,7 +50,12 @@ class Case:
         return RunConfig(
             model=ModelConfig(**{**model, "init_std": 0.2, **self.model}),
             data={"seq_len": LENGTH, "tokenizer": "none.json"},
-            parallel={"pp": self.pp, "pp_schedule": self.schedule, "pp_virtual": virtual},
+            parallel={
+                "pp": self.pp,
+                "pp_schedule": self.schedule,
+                "pp_virtual": virtual,
+                "pp_partition": self.partition,
+            },
         )
 
 
@@ -176,12 +184,14 @@ CASES = [
     Case("zbv", 4, 8, layers=7, model=TIED, recompute="full"),
     Case("dualpipev", 4, 9, layers=7, model=TIED),
     Case("dualpipev", 4, 3, layers=10, model={"norm_position": "post"}),
+    Case("1f1b", 3, 4, model=TIED, partition=[0, 4, 0]),  # embedding and head alone
+    Case("zb-h1", 3, 4, model=GPT2, partition=[2, 0, 2]),  # a stage that only passes on
 ]
 
 
 def name_of(case: Case) -> str:
-    parts = [case.schedule, f"pp{case.pp}", f"m{case.micro_batches}", case.recompute, *case.model]
-    return "-".join(part for part in parts if part != "none")
+    parts = [case.schedule, f"pp{case.pp}", f"m{case.micro_batches}", case.recompute, *case.model, str(case.partition)]
+    return "-".join(part for part in parts if part not in ("none", "auto"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -323,6 +333,35 @@ def test_the_recorded_timeline(workers: WorkerPool) -> None:
     assert 0 < timeline.bubble_fraction < 1
     events = chrome_trace(timeline.ranks)["traceEvents"]
     assert sum(event["ph"] == "X" and event["cat"] == "backward_weight" for event in events) == 16
+
+
+def alive_outputs(mesh: Mesh, n: int) -> list[int]:
+    """How many outputs of this rank's stage exist at the start of each of its forwards."""
+    config = Case("gpipe", 2, n).config()
+    parts = build_parts(config.model, stage_layers(config), [mesh.place("pp")])
+    filled(parts, "full")
+    made: list[StorageWeakRef] = []
+    counts: list[int] = []
+    inner = stage_forward(n)
+
+    def forward(stage: int, part: Transformer, micro_batch: int, inputs: dict[str, Tensor]) -> Any:
+        counts.append(sum(not reference.expired() for reference in made))
+        outputs, loss = inner(stage, part, micro_batch, inputs)
+        for name, tensor in outputs.items():
+            outputs[name] = tensor.clone()  # so that nothing but the edge needs its data
+            made.append(StorageWeakRef(outputs[name].untyped_storage()))
+        return outputs, loss
+
+    executor = PipelineExecutor(mesh, build_program("gpipe", 2, n), parts)
+    executor.run(n, forward, training=True, edge_shapes={"hidden": ((ROWS, LENGTH, 16), torch.float32)})
+    counts.append(sum(not reference.expired() for reference in made))
+    return counts
+
+
+def test_what_was_sent_is_freed(workers: WorkerPool) -> None:
+    counts = workers.run(alive_outputs, Layout(pp=2), 12)[0]
+    assert counts[-1] == 0
+    assert 1 <= max(counts) <= IN_FLIGHT + 1
 
 
 def wrong_shape(mesh: Mesh) -> str:

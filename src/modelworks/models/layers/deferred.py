@@ -63,6 +63,10 @@ class DeferredWeights:
         while work:
             work.pop()()
 
+    def clear(self) -> None:
+        """Forget what a pass that failed has left."""
+        self._waiting.clear()
+
     def add(self, parameters: Sequence[nn.Parameter], x: Tensor, gradient: Tensor) -> None:
         """parameters: weights (d_out, d_in) one above the other. x: (..., d_in), gradient: (..., all d_out)."""
         rows, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])

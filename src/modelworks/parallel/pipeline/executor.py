@@ -154,7 +154,12 @@ class _Run:
             "reshard": self.reshard,
             "reduce": self.reduce,
         }
+        for deferred in self.executor.deferred.values():
+            deferred.clear()
+        labels = self.executor.mesh.labels
         for action in self.actions:
+            if len(self.executor.program) > 1:
+                labels.doing(str(action))
             perform[action.kind](action)
         self.edges.finish()
         return self.objectives
