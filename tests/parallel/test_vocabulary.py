@@ -112,6 +112,20 @@ def loss_of_no_such_target(mesh: Mesh, target: int) -> str:
     return "no error"
 
 
+def loss_without_a_spec(mesh: Mesh) -> str:
+    hidden, head, targets, weights = inputs(torch.float64)
+    try:
+        vocabulary_loss(hidden, head, targets, weights, group=mesh.group("tp"))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_all_have_the_whole_head_are_refused(workers: WorkerPool) -> None:
+    for message in workers.run(loss_without_a_spec, Layout(tp=2)):
+        assert "over 2 ranks was given 17 rows of the head" in message
+
+
 @pytest.mark.parametrize("target", [-1, V])
 def test_a_target_outside_the_vocabulary_is_refused_on_every_rank(workers: WorkerPool, target: int) -> None:
     for message in workers.run(loss_of_no_such_target, Layout(tp=2), target):
