@@ -72,9 +72,9 @@ def vocabulary_loss(
     in float32 (float64 for float64 hidden states). Targets must be valid ids even where the weight is 0.
 
     group, vocabulary: the ranks that share the vocabulary, and the spec of the head's weight that says which rows
-    this rank has (ValueError where they do not fit the weight). All ranks pass the same tokens and get the same sums. The gradient of `hidden_ND` is then only this
-    rank's part of it, from its entries: the sum over ranks belongs to whoever spread the hidden states
-    (`gather_from`, `copy_to`), who may want it scattered.
+    this rank has (ValueError where they do not fit the weight). All ranks pass the same tokens and get the same sums.
+    The gradient of `hidden_ND` is then only this rank's part of it, from its entries: the sum over ranks belongs to
+    whoever spread the hidden states (`gather_from`, `copy_to`), who may want it scattered.
     """
     whole = ShardSpec.whole("head", tuple(head_weight_VD.shape))
     rows = VocabularyRows.of(vocabulary or whole)
