@@ -13,6 +13,7 @@ from data_cases import (
     Case,
     assembled,
     assert_equal_to_one_process,
+    backward_all,
     batch,
     build,
     loss_of,
@@ -27,7 +28,7 @@ from modelworks.layout import Layout, ParameterPlan, ShardSpec, plan_parameters,
 from modelworks.layout.data_memory import data_parallel_memory, data_parallel_traffic, is_copied, padded_part
 from modelworks.layout.placement import zero_dimension
 from modelworks.models import CausalContext, Part, Transformer, initialize
-from modelworks.parallel import Mesh
+from modelworks.parallel import Mesh, single_process
 from modelworks.parallel.gradients import build_gradient_store
 from modelworks.train.loss import vocabulary_loss
 from modelworks.train.precision import default_dtype
@@ -125,6 +126,24 @@ def test_bfloat16_gradients_are_summed_in_float32(workers: WorkerPool, zero: int
     # One process adds up in bfloat16: 8 bits of mantissa.
     assert_equal_to_one_process(results, case, bound=0.05)
     assert_bytes_and_traffic(results, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_one_process_sends_nothing_and_copies_nothing(micro_batches: int, every: bool, dtype: torch.dtype) -> None:
+    settings = parallel(accumulate_reduce="every" if every else "last")
+    case = Case(settings, micro_batches=micro_batches, dtype=dtype)
+    mesh = single_process(torch.device("cpu"))
+    result = split(mesh, case)
+    assert_equal_to_one_process([result], case, bound=0.05 if dtype == torch.bfloat16 else 1e-12)
+    assert_bytes_and_traffic([result], case)
+    model, _, store = build(mesh, case)
+    backward_all(model, store, case, mesh, 0)
+    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if dtype == torch.float64:
+        assert all(gradient is kept[name] for name, gradient in store.finish().items())
+    assert all(gradient.dtype != torch.bfloat16 for gradient in store.finish().values())
 
 
 class ExpertBlock(nn.Module):

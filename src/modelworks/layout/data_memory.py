@@ -22,7 +22,8 @@ and ZeRO-3 at most one and a half times as much (Rajbhandari et al. 2020, 1910.0
 Zero 1 keeps the buffers that it reduces; zero 2 frees each as soon as it is reduced. Under `every` only shards live
 from one micro-batch to the next, so that zero 1 and 2 are the same. bf16 and fp16 gradients are reduced in float32,
 and summed in float32 where several micro-batches accumulate before the reduction: `G` is then 2 bytes an element for
-one micro-batch and 4 for several, and 4 at the update.
+one micro-batch and 4 for several, and 4 at the update. A parameter that no other rank holds is reduced with nobody:
+its whole gradient stays.
 """
 
 from __future__ import annotations
@@ -94,7 +95,6 @@ def data_parallel_memory(
     gathered_whole: with zero 3, parameters that are treated as with zero 2: those shared by two stages of one rank.
     """
     wide = max(itemsize, 4)
-    summed = wide if accumulate == "last" and micro_batches > 1 else itemsize
     parameters = accumulating = gradients = 0
     for name, plan in plans.items():
         shards = layout.size(rank, plan.shard_group)
@@ -104,7 +104,10 @@ def data_parallel_memory(
             parameters += itemsize * part
         else:
             parameters += itemsize * (whole + (plan.stored.n_local if is_copied(plan) else 0))
-        accumulating += summed * whole if accumulate == "last" else wide * part
+        if accumulate == "every" and reduction_groups(plan, layout, rank):
+            accumulating += wide * part
+        else:
+            accumulating += (wide if micro_batches > 1 else itemsize) * whole
         keeps_buffer = zero == 1 and accumulate == "last" and cut
         gradients += wide * part * (shards if keeps_buffer else 1)
     return DataParallelMemory(parameters, accumulating, gradients)

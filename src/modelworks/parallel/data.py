@@ -5,6 +5,8 @@ bucket is all-reduced. With ZeRO it is reduce-scattered, so that each rank has t
 and all-gathers the parameters: together what an all-reduce sends (an all-reduce and then an all-gather would be half
 as much again). With replicas the shard is also all-reduced over them (hybrid sharding).
 
+Where no other rank has the same parameter, gradients stay where autograd put them: one process pays for nothing here.
+
 Invariant: whatever each rank's tokens use, all ranks start the same collectives in the same order; a parameter that a
 batch did not use counts as zero. A hook never waits for another rank, which might be waiting for this one inside its
 own backward: it takes what has arrived and goes on.
@@ -52,6 +54,7 @@ class ReplicatedStore:
         self._micro_batches = 1
         self._states = [_BucketState(bucket) for bucket in self._new_buckets(parts, owned, bucket_bytes)]
         self._of_name = {name: state for state in self._states for name in state.bucket.names}
+        self._alone = [name for name in self._parameters if name not in self._of_name]
         self._queue: list[_BucketState] = []  # armed, not yet started, in order
         self._flying: list[_BucketState] = []
         for name, parameter in self._parameters.items():
@@ -115,6 +118,7 @@ class ReplicatedStore:
         for state in trained:
             shapes = {name: self._plans[name].stored.local_shape for name in state.bucket.names}
             gradients |= state.bucket.views(_total(state), shapes)
+        gradients |= {name: self._whole(name) for name in self._alone if self._parameters[name].requires_grad}
         ordered = {name: gradients[name] for name in self._parameters if name in gradients}
         sum_partial(ordered, self._plans, self._mesh)
         return ordered
@@ -159,6 +163,8 @@ class ReplicatedStore:
                 seen.add(name)
                 plan = self._plans[name]
                 groups = reduction_groups(plan, layout, rank)
+                if not groups:
+                    continue
                 shape, dtype, owners = tuple(parameter.shape), parameter.dtype, owned[name][1]
                 trained = parameter.requires_grad
                 parcels.append(Parcel(name, shape, plan.zero_dimension, groups, dtype, trained, owners))
@@ -172,7 +178,8 @@ class ReplicatedStore:
     def _arrived(self, name: str, _: Tensor) -> None:
         """A backward has brought the gradient of `name`: start every bucket that is complete, in their order."""
         self._widen(name)
-        self._of_name[name].missing.discard(name)
+        if name in self._of_name:
+            self._of_name[name].missing.discard(name)
         while self._queue and not self._queue[0].missing:
             self._start(self._queue.pop(0))
         self._advance(wait=False)
@@ -183,13 +190,24 @@ class ReplicatedStore:
         parameter = self._parameters.get(name)
         if parameter is None or parameter.grad is None or parameter.dtype not in LOW_PRECISION:
             return
-        if self._every or self._micro_batches == 1:
+        if self._micro_batches == 1 or (self._every and name in self._of_name):
             return
         if name in self._wide:
             self._wide[name] += parameter.grad
         else:
             self._wide[name] = parameter.grad.float()
         parameter.grad = None
+
+    def _whole(self, name: str) -> Tensor:
+        """The gradient of a parameter that no other rank has."""
+        parameter = self._parameters[name]
+        self._widen(name)
+        gradient = self._wide.get(name, parameter.grad)
+        dtype = wide_dtype(parameter.dtype)
+        if gradient is None or gradient.dtype != dtype:
+            gradient = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient.to(dtype)
+            self._wide[name], parameter.grad = gradient, None
+        return gradient
 
     @torch.no_grad()
     def _start(self, state: _BucketState) -> None:
@@ -209,9 +227,6 @@ class ReplicatedStore:
             self._parameters[name].grad = None
         state.buffer = buffer
         state.flying_over = list(bucket.groups[:1] if self._every else bucket.groups)
-        if not state.flying_over:
-            self._land(state, buffer.view(-1))
-            return
         group = self._mesh.group(state.flying_over[0])
         flat = buffer.view(-1)
         if bucket.cut:
@@ -235,21 +250,25 @@ class ReplicatedStore:
         row = state.flight()
         state.flight = None
         state.flying_over.pop(0)
+        if not self._keeps(state):
+            state.buffer = None
         if state.flying_over:
             state.flight = Pending(self._mesh.group(state.flying_over[0]).start_all_reduce_(row), row)
         else:
             self._land(state, row)
 
     def _land(self, state: _BucketState, row: Tensor) -> None:
-        if self._keep_buffers and not self._every and state.bucket.cut and state.buffer is not None:
-            own = state.buffer[self._mesh.place(state.bucket.groups[0])]
-            row = own.copy_(row)
-        else:
-            state.buffer = None
+        if self._keeps(state):
+            assert state.buffer is not None
+            row = state.buffer[self._mesh.place(state.bucket.groups[0])].copy_(row)
         if state.total is None:
             state.total = row
         else:
             state.total += row
+
+    def _keeps(self, state: _BucketState) -> bool:
+        """Whether the buffer stays until the step ends, with the reduced shard in its own row."""
+        return self._keep_buffers and state.bucket.cut and not self._every
 
     def _gather(self, states: Sequence[_BucketState]) -> None:
         """Whole parameters from every rank's shards; two buckets are on their way at a time."""
