@@ -1,8 +1,9 @@
 """Bytes that training needs, predicted from the configuration alone.
 
 Parameters, gradients and optimiser state follow from counts. Activations are what autograd keeps for the backward
-pass, counted on a one- and a two-layer model whose tensors have shapes but no data, and extended in layers and rows;
-with recomputation, what is kept is the policy's own list. Tested against the bytes that really stay allocated.
+pass, counted on a one- and a two-layer model whose tensors have shapes but no data, and extended in layers and rows
+(layers with experts and without apart); with recomputation, what is kept is the policy's own list. Tested against the
+bytes that really stay allocated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from modelworks.config import ModelConfig, TrainConfig, count_parameters
-from modelworks.models import LONGEST_BLOCKWISE, CausalContext, DropoutKey, Transformer
+from modelworks.models import LONGEST_BLOCKWISE, CausalContext, DropoutKey, Routing, Transformer
 from modelworks.train.loss import CHUNK_BYTES, LEAST_TOKENS, SOFTMAX_BYTES
 from modelworks.train.precision import PRECISIONS, default_dtype
 
@@ -64,31 +65,50 @@ def activation_bytes(model: ModelConfig, train: TrainConfig, *, precision: str, 
     stream = micro_batch * seq_len * model.d_model * (NARROW if precision == "bf16" else WIDE)
     if train.recompute == "full":
         return (model.n_layers + 2) * stream
+    kinds = _uniform_models(model)
     if train.recompute == "selective":
         # Short sequences on a CPU: attention is computed again too (see LONGEST_BLOCKWISE).
         attention_kept = seq_len > LONGEST_BLOCKWISE or train.device == "cuda"
-        token = _selective_bytes(model, precision, seq_len, attention_kept)
-        return model.n_layers * (stream + micro_batch * seq_len * token) + 2 * stream
-    one, two = ([_saved_bytes(model, n_layers, precision, rows, seq_len) for rows in (1, 2)] for n_layers in (1, 2))
-    layer_row = (two[1] - two[0]) - (one[1] - one[0])
-    rest_row = (one[1] - one[0]) - layer_row
-    layer_fixed = (two[0] - one[0]) - layer_row  # weights that the forward pass copies, by cast or by packing
-    return micro_batch * (model.n_layers * layer_row + rest_row) + model.n_layers * layer_fixed
+        tokens = micro_batch * seq_len
+        blocks = sum(
+            n_layers * (stream + tokens * _selective_bytes(kind, precision, seq_len, attention_kept))
+            for kind, n_layers in kinds
+        )
+        return blocks + 2 * stream
+    total = 0
+    for kind, n_layers in kinds:
+        one, two = ([_saved_bytes(kind, layers, precision, rows, seq_len) for rows in (1, 2)] for layers in (1, 2))
+        layer_row = (two[1] - two[0]) - (one[1] - one[0])
+        rest_row = (one[1] - one[0]) - layer_row
+        layer_fixed = (two[0] - one[0]) - layer_row  # weights that the forward pass copies, by cast or by packing
+        total += n_layers * (micro_batch * layer_row + layer_fixed)
+    return total + micro_batch * rest_row
+
+
+def _uniform_models(model: ModelConfig) -> list[tuple[ModelConfig, int]]:
+    """Models whose layers are all of one of this model's kinds, each with the number of its layers here."""
+    sparse = sum(model.has_experts(layer) for layer in range(model.n_layers))
+    kinds = [
+        (model.model_copy(update={"n_experts": 0, "dense_layers": []}), model.n_layers - sparse),
+        (model.model_copy(update={"dense_layers": []}), sparse),
+    ]
+    return [(kind, n_layers) for kind, n_layers in kinds if n_layers]
 
 
 def _selective_bytes(model: ModelConfig, precision: str, seq_len: int, attention_kept: bool) -> int:
-    """Per token and block: results of products (q, k, v, o, gate, up, down), and of attention.
+    """Per token and block: results of products (q, k, v, o, gate, up, down; the router's are wide), and of attention.
 
     Attention keeps its output and log-sum-exp; with dropout it is plain products, whose scores are kept too.
     """
     compute = WIDE if precision == "fp32" else NARROW
-    products = (
-        model.d_attention + 2 * model.d_kv + model.d_model + model.d_ff * (2 if model.gated else 1) + model.d_model
-    )
+    width, times = (model.d_expert, model.experts_per_token) if model.n_experts else (model.d_ff, 1)
+    feed_forward = times * (width * (2 if model.gated else 1) + model.d_model)
+    products = model.d_attention + 2 * model.d_kv + model.d_model + feed_forward
+    router = WIDE * model.n_experts
     if model.attention_dropout:
-        return compute * (products + model.n_heads * seq_len + model.d_attention)
+        return compute * (products + model.n_heads * seq_len + model.d_attention) + router
     attention = compute * model.d_attention + WIDE * model.n_heads if attention_kept else 0
-    return compute * products + attention
+    return compute * products + router + attention
 
 
 def _saved_bytes(model: ModelConfig, n_layers: int, precision: str, rows: int, seq_len: int) -> int:
@@ -106,7 +126,8 @@ def _saved_bytes(model: ModelConfig, n_layers: int, precision: str, rows: int, s
         network = Transformer(tiny)
         tokens = torch.zeros(rows, seq_len, dtype=torch.long)
         with saved_tensors_hooks(note, lambda tensor: tensor), kind.autocast(torch.device("cpu")):
-            result = network(tokens, tokens, CausalContext(dropout=DropoutKey(seed=0, step=0, row_length=seq_len)))
+            key = DropoutKey(seed=0, step=0, row_length=seq_len)
+            result = network(tokens, tokens, CausalContext(dropout=key, routing=Routing(1.0, seq_len)))
         own = {tensor.untyped_storage()._cdata for tensor in [*network.parameters(), tokens]}
     del result
     return sum(size for identity, (_, size) in saved.items() if identity not in own)
