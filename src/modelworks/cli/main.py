@@ -33,6 +33,7 @@ from modelworks.config import UserError
 SUMMARY = "Plan, verify, train, align, compress and serve language models from one run description."
 COMMANDS = {
     "train": "Train a model from a run description.",
+    "verify": "Prove that a layout computes what one process does.",
     "runs": "List, show and compare runs.",
     "generate": "Continue a prompt with a model.",
     "eval": "Measure a model on text or on question sets.",

@@ -16,6 +16,7 @@ import typer
 from modelworks.cli.exit_codes import FAILED, PREEMPTED
 from modelworks.cli.output import JsonFlag, Output, write_error
 from modelworks.config import UserError, count_parameters, load_run_config, training_flops_per_token
+from modelworks.layout import Layout, check_layout
 
 if TYPE_CHECKING:
     from modelworks.config import RunConfig
@@ -50,17 +51,20 @@ def command(
             raise UserError("--dry-run trains nothing: leave out --resume, --overwrite and --profile")
         output.result(_dry_run(run, output))
         return
+    from modelworks.parallel import RankFailed, RankLost
     from modelworks.report import write_report
-    from modelworks.train import TrainingFailed, keep_freed_memory, train
+    from modelworks.train import TrainingFailed
 
-    keep_freed_memory()  # for the whole process, so the command's business and not that of `train`
     run_dir = runs_dir / run.name
     try:
-        result = train(run, run_dir, resume=resume, overwrite=overwrite, profile=profile, console=output.console)
-    except TrainingFailed as error:
-        write_report(run_dir)
+        result = _train(run, run_dir, output, resume=resume, overwrite=overwrite, profile=profile)
+    except (TrainingFailed, RankFailed, RankLost) as error:
+        if (run_dir / "config.yaml").exists():
+            write_report(run_dir)
         write_error(str(error), FAILED, json=json)
         raise typer.Exit(FAILED) from None
+    if result is None:  # another rank of a job that torchrun started speaks for all
+        return
     try:
         report: str | None = str(write_report(run_dir))
     except OSError as error:
@@ -77,6 +81,20 @@ def command(
         output.print(f"the last checkpoint could not be written; the newest good one is {result.checkpoint}")
         raise typer.Exit(FAILED)
     _print_end(run, result, report, runs_dir, output)
+
+
+def _train(
+    run: RunConfig, run_dir: Path, output: Output, *, resume: bool, overwrite: bool, profile: bool
+) -> Result | None:
+    """In this process, or on all ranks of the layout; None where this process is not the one that speaks."""
+    if Layout.of(run.parallel).world_size > 1 or "WORLD_SIZE" in os.environ:
+        from modelworks.cli.train_rank import train_split
+
+        return train_split(run, run_dir, resume=resume, overwrite=overwrite, profile=profile, json=output.json)
+    from modelworks.train import keep_freed_memory, train
+
+    keep_freed_memory()  # for the whole process, so the command's business and not that of `train`
+    return train(run, run_dir, resume=resume, overwrite=overwrite, profile=profile, console=output.console)
 
 
 def _print_end(run: RunConfig, result: Result, report: str | None, runs_dir: Path, output: Output) -> None:
@@ -98,6 +116,7 @@ def _dry_run(run: RunConfig, output: Output) -> dict[str, Any]:
     """Everything that can be known without the data and without a step."""
     from modelworks.train import check_references, derive, measure, print_decisions
 
+    check_layout(run)
     check_references(run)
     derived = derive(run, measure(run, output.console))
     print_decisions(derived, output.console)

@@ -19,9 +19,21 @@ if TYPE_CHECKING:
     from modelworks.train.job import train as train
     from modelworks.train.loop import TrainingFailed as TrainingFailed
     from modelworks.train.loss import vocabulary_loss as vocabulary_loss
+    from modelworks.train.micro_batches import own_columns as own_columns
+    from modelworks.train.precision import PRECISIONS as PRECISIONS
+    from modelworks.train.precision import Precision as Precision
     from modelworks.train.result import Result as Result
+    from modelworks.train.step import apply_gradients as apply_gradients
+    from modelworks.train.step import compute_gradients as compute_gradients
+    from modelworks.train.step import data_rows as data_rows
 
 _HOME = {
+    "own_columns": "micro_batches",
+    "data_rows": "step",
+    "compute_gradients": "step",
+    "apply_gradients": "step",
+    "PRECISIONS": "precision",
+    "Precision": "precision",
     "Decision": "derivation",
     "Derived": "derivation",
     "Result": "result",

@@ -6,6 +6,7 @@ resumed run may change) is checked before the first step, and nothing of an earl
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -178,6 +179,8 @@ def train(
                 checkpoints.save(state)
             if profiling.table:
                 console.print(profiling.table, markup=False)
+            if state.step < derived.total_steps and stop.signal is None:
+                stop.signal = signal.SIGTERM  # another rank was told, and all have agreed
             result = build_result(
                 state, derived, loader, recording, validation, checkpoints, baselines, started, stop.signal
             )

@@ -21,7 +21,16 @@ from typing import Any
 from modelworks.config import RunConfig, UserError, dump_yaml
 
 # What a run writes, and therefore all that `--overwrite` removes.
-_CONTENTS = ("config.yaml", "records.jsonl", "summary.json", "report.html", "tensorboard", "checkpoints", "profile")
+_CONTENTS = (
+    "config.yaml",
+    "records.jsonl",
+    "summary.json",
+    "report.html",
+    "tensorboard",
+    "checkpoints",
+    "profile",
+    "ranks",
+)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from modelworks.verify.observed import Observed
 from modelworks.verify.suspects import name_suspects
 
 BOUND_FLOAT64 = 1e-10
-FLOOR = 1e-6  # of the global norm: below it a gradient counts as zero
+FLOOR = 1e-6  # of the global norm: errors of smaller gradients are measured against this
+ZERO = 1e-10  # of the global norm: below it a gradient is zero in theory, and its update is not compared
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def compare(whole: Observed, split: Observed, parallel: ParallelConfig, bound: f
             split.final[name] - split.initial[name], whole.final[name] - whole.initial[name], max(1e-300, FLOOR * moved)
         )
         for name in names
+        if _is_trained(name, whole)
     }
     errors = {
         "initial": _largest(initial.values()),
@@ -71,6 +73,14 @@ def compare(whole: Observed, split: Observed, parallel: ParallelConfig, bound: f
     layer = _first_layer(whole.hidden, split.hidden, bound)
     suspects = name_suspects(whole, split, parallel, errors, gradient, missing, layer, bound) if wrong else []
     return Comparison(not wrong, bound, errors, worst, layer, table, suspects)
+
+
+def _is_trained(name: str, whole: Observed) -> bool:
+    """Adam divides a gradient by its own size: where that is rounding alone, so is the direction of the update."""
+    return any(
+        float(gradients[name].norm()) > ZERO * norm
+        for gradients, norm in zip(whole.gradients, whole.norms, strict=True)
+    )
 
 
 def _error(ours: Tensor, theirs: Tensor, floor: float) -> float:
@@ -95,3 +105,36 @@ def _first_layer(whole: Mapping[int, Tensor], split: Mapping[int, Tensor], bound
         if layer not in split or _order(_error(split[layer], whole[layer], 1e-300)) > bound:
             return layer
     return None
+
+
+def compare_noisy(
+    truth: Observed, whole: Observed, split: Observed, parallel: ParallelConfig, factor: float = 4.0
+) -> Comparison:
+    """Compare two runs in low precision by their distances from a float64 run.
+
+    The errors are ratios: the split run's distance over the whole run's (or over the typical parameter's, where that
+    is larger: a distance may be small by luck). Equal where none is above `factor`.
+    """
+    exact, noisy = compare(truth, whole, parallel, factor), compare(truth, split, parallel, factor)
+    errors = {"initial": noisy.errors["initial"] / max(exact.errors["initial"], 1e-2)}
+    for quantity, least in (("loss", 1e-3), ("norm", 1e-2)):
+        errors[quantity] = noisy.errors[quantity] / max(exact.errors[quantity], least)
+    scale = max(1e-300, truth.norms[0])
+    ratios = _noise_ratios(truth.gradients[0], whole.gradients[0], split.gradients[0], FLOOR * scale)
+    moved = [{n: run.final[n] - run.initial[n] for n in truth.initial} for run in (truth, whole, split)]
+    updates = _noise_ratios(moved[0], moved[1], moved[2], 1e-300)
+    errors["gradient"], errors["update"] = _largest(ratios.values()), _largest(updates.values())
+    equal = all(error <= factor for error in errors.values())
+    table = ratios if errors["gradient"] > factor or equal else updates
+    worst = max(table, key=lambda name: _order(table[name]), default=None)
+    suspects = [] if equal else ["precision: further from float64 than one process is (master weights, dtype of sums)"]
+    return Comparison(equal, factor, errors, worst, None, table, suspects)
+
+
+def _noise_ratios(
+    truth: Mapping[str, Tensor], whole: Mapping[str, Tensor], split: Mapping[str, Tensor], floor: float
+) -> dict[str, float]:
+    """Parameter -> how many times as far from the truth the split run is."""
+    theirs = {name: _error(whole[name], truth[name], floor) for name in truth}
+    typical = sorted(theirs.values())[len(theirs) // 2]
+    return {name: _error(split[name], truth[name], floor) / max(theirs[name], typical, 1e-12) for name in truth}

@@ -27,7 +27,8 @@ def shrink(config: RunConfig) -> RunConfig:
     small = config.model_copy(
         update={
             "model": _model(config, length),
-            "data": config.data.model_copy(update={"seq_len": length}),
+            # Batches are made from the seed: no tokenizer has a say in the vocabulary.
+            "data": config.data.model_copy(update={"seq_len": length, "tokenizer": "none"}),
             "train": config.train.model_copy(
                 update={
                     "global_batch": rows * parallel.dp_replicate * parallel.dp_shard,
@@ -77,6 +78,8 @@ def _model(config: RunConfig, length: int) -> ModelConfig:
         changes["sliding_window"] = max(2, length // 3) if window < config.data.seq_len else length
     if model.n_experts:
         changes |= _experts(model, parallel)
+    if model.dense_layers:
+        changes["dense_layers"] = [layer for layer in model.dense_layers if layer < changes["n_layers"]]
     return model.model_copy(update=changes)
 
 
@@ -127,12 +130,9 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
     count = -(-least // parallel.ep) * parallel.ep
     if count <= model.experts_per_token < model.n_experts:
         count += parallel.ep
-    dense = [layer for layer in model.dense_layers if layer < model.n_layers]
-    return {
-        "n_experts": min(count, model.n_experts),
-        "d_expert": _like(model.d_expert, parallel.tp, 12),
-        "dense_layers": dense,
-    }
+    width = _like(model.d_expert, parallel.tp, 12)
+    changes = {"n_experts": min(count, model.n_experts), "d_expert": width}
+    return changes if model.dense_layers else {**changes, "d_ff": width}
 
 
 def _stages(parallel: ParallelConfig) -> int:

@@ -1,0 +1,88 @@
+"""`modelworks train` on several processes: started here, or joined where torchrun started them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from modelworks.cli.output import Output
+from modelworks.config import RunConfig, dump_yaml, parse_run_config
+from modelworks.layout import Layout, check_layout
+from modelworks.parallel import RankFailed, World, build_mesh, joined, launch, process_group
+from modelworks.train import Result, TrainingFailed, keep_freed_memory, train
+
+if TYPE_CHECKING:
+    from modelworks.parallel import Mesh
+
+
+def train_split(
+    config: RunConfig, run_dir: Path, *, resume: bool, overwrite: bool, profile: bool, json: bool
+) -> Result | None:
+    """Train on all ranks of the layout. Under torchrun the process is one of them, and None is returned on all but
+    rank 0; otherwise processes are started on this machine. Raises what `train` does, and `RankFailed`."""
+    flags = {"resume": resume, "overwrite": overwrite, "profile": profile}
+    world = joined()
+    if world is not None:
+        check_layout(config, world.size)
+        result = _train_here(config, run_dir, world, Output(json=json), **flags)
+        return result if world.rank == 0 else None
+    check_layout(config)
+    directory = run_dir / "ranks" / str(os.getpid())
+    arguments = {"config": dump_yaml(config), "run_dir": str(run_dir), "json": json, **flags}
+    try:
+        results = launch(
+            "modelworks.cli.train_rank:run_rank",
+            Layout.of(config.parallel).world_size,
+            arguments,
+            directory=directory,
+            device="cuda" if _device(config).type == "cuda" else "cpu",
+        )
+    except RankFailed as error:
+        if error.error is not None and error.error[0] == TrainingFailed.__name__:
+            raise TrainingFailed(error.error[1]) from None  # all ranks came to it alike
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+    return Result(**results[0])
+
+
+def run_rank(
+    config: str, run_dir: str, *, json: bool, resume: bool, overwrite: bool, profile: bool
+) -> dict[str, Any] | None:
+    """What each started process runs. Returns the result on rank 0."""
+    world = joined()
+    assert world is not None
+    output = Output(json=json)
+    parsed = parse_run_config(config, "the run's configuration")
+    flags = {"resume": resume, "overwrite": overwrite, "profile": profile}
+    result = _train_here(parsed, Path(run_dir), world, output, **flags)
+    return asdict(result) if world.rank == 0 else None
+
+
+def _train_here(config: RunConfig, run_dir: Path, world: World, output: Output, **flags: bool) -> Result:
+    keep_freed_memory()
+    device = _device(config)
+    with process_group(world, device, config.parallel.timeout) as labels:
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        mesh: Mesh = build_mesh(Layout.of(config.parallel), device, n_kv_heads=config.model.n_kv_heads, labels=labels)
+        console = output.console if world.rank == 0 else None
+        return train(
+            config,
+            run_dir,
+            resume=flags["resume"],
+            overwrite=flags["overwrite"],
+            profile=flags["profile"],
+            console=console,
+            mesh=mesh,
+        )
+
+
+def _device(config: RunConfig) -> torch.device:
+    if config.train.device != "auto":
+        return torch.device(config.train.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
