@@ -378,6 +378,34 @@ def test_two_stages_on_a_rank(workers: WorkerPool, zero: int, every: bool) -> No
         torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-12)
 
 
+def with_frozen(mesh: Mesh, case: Case, frozen: list[str]) -> dict[str, Any]:
+    with default_dtype(case.dtype):
+        model = Transformer(case.model)
+    initialize(model, 7)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    plans = plan_parameters(case.model, case.layout, case.parallel, mesh.rank, [range(case.model.n_layers)])
+    store = build_gradient_store([model], plans, mesh, case.parallel)
+    backward_all(model, store, case, mesh, 0)
+    gradients = {name: gradient.clone() for name, gradient in store.finish().items()}
+    stored = {name: tensor.requires_grad for name, tensor in store.stored_parameters().items()}
+    return {"gradients": gradients, "stored": stored, "plans": {name: plans[name] for name in gradients}}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_frozen_parameters_have_no_gradient_and_disturb_no_other(workers: WorkerPool, zero: int) -> None:
+    frozen = ["blocks.0.attention_norm.weight", "blocks.1.feed_forward.up.weight", "embedding.weight"]
+    case = Case(parallel(**({"dp_shard": 3} if zero else {"dp_replicate": 3}), zero=zero), micro_batches=2)
+    results = workers.run(with_frozen, case.layout, case, frozen)
+    gradients, expected = assembled(results, "gradients"), whole(case)["gradients"]
+    assert gradients.keys() == expected.keys() - set(frozen)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+    assert [name for name, trained in results[0]["stored"].items() if not trained] == sorted(
+        frozen, key=list(results[0]["stored"]).index
+    )
+
+
 def started_before(mesh: Mesh, case: Case) -> list[int]:
     """Reductions started when the backward pass comes to the first layer's gradient, and in all."""
     model, plans, store = build(mesh, case)
