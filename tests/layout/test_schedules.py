@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -296,3 +298,8 @@ def test_of_a_measured_timeline() -> None:
     assert timeline.makespan == 5.0
     assert timeline.bubble_fraction == pytest.approx(1 - 3.5 / 10)  # waiting is not computing
     assert (timeline.peak_held, timeline.peak_held_by_rank) == ({0: 1, 1: 1}, (1, 1))
+
+
+def test_the_planner_needs_no_torch() -> None:
+    code = "import sys, modelworks.layout.pipeline; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
