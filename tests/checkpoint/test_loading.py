@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelworks.checkpoint import CheckpointError, latest_checkpoint, load_model, open_model, write_checkpoint
+from modelworks.checkpoint import CheckpointError, convert, latest_checkpoint, load_model, open_model, write_checkpoint
 from modelworks.config import ModelConfig, RunConfig
-from modelworks.models import Transformer, initialize
+from modelworks.models import Transformer, initialize, routing_state
 
+SIZES = {"n_layers": 2, "d_model": 16, "n_heads": 2, "vocab_size": 300, "max_seq_len": 32}
 CONFIG = ModelConfig(n_layers=1, d_model=16, n_heads=2, vocab_size=300, max_seq_len=32)
 RUN = RunConfig.model_validate({"model": CONFIG, "data": {"seq_len": 32, "tokenizer": {"vocab_size": 300}}})
 
@@ -111,3 +112,24 @@ def test_a_damaged_optimizer_does_not_hide_the_model(tmp_path: Path) -> None:
     (path / "optimizer.safetensors").write_bytes(data)
     assert same(str(tmp_path), 7)
     assert latest_checkpoint(directory) is None
+
+
+def test_biases_of_experts_come_with_the_model(tmp_path: Path) -> None:
+    config = ModelConfig(family="mixtral", **SIZES, n_experts=4, dense_layers=[0], d_expert=8, router_bias=True)
+    model = Transformer(config)
+    initialize(model, seed=0)
+    biases = {"blocks.1.feed_forward.router.bias": torch.tensor([0.5, -0.5, 0.25, 0.0])}
+    sections = {"model": dict(model.named_parameters())}
+    run = RunConfig.model_validate({"model": config, "data": {"seq_len": 32, "tokenizer": {"vocab_size": 300}}})
+    whole = {"config": run, "state": {}, "tokenizer": None}
+    with_biases = write_checkpoint(tmp_path / "with", step=1, sections={**sections, "routing": biases}, **whole)
+    without = write_checkpoint(tmp_path / "without", step=1, sections=sections, **whole)
+    convert(str(with_biases), tmp_path / "converted", "modelworks")
+    for path in (with_biases, tmp_path / "converted"):
+        loaded = routing_state(load_model(str(path)).model)
+        assert loaded.keys() == biases.keys()
+        assert all(torch.equal(loaded[name], bias) for name, bias in biases.items())
+    with pytest.raises(
+        CheckpointError, match=r"`routing` .*`blocks\.1\.feed_forward\.router\.bias` is missing"
+    ):
+        load_model(str(without))

@@ -117,6 +117,7 @@ def _write_own(source: ModelSource, path: Path, max_shard_bytes: int) -> None:
             path,
             config=source.config,
             tensors=source.tensors,
+            biases=source.biases,
             tokenizer=tokenizer,
             origin=source.origin,
             max_shard_bytes=max_shard_bytes,

@@ -9,11 +9,11 @@ import torch
 
 from modelworks.checkpoint.formats.source import ModelSource
 from modelworks.checkpoint.locate import Location, Notify, locate_model
-from modelworks.checkpoint.read import open_checkpoint
+from modelworks.checkpoint.read import Checkpoint, open_checkpoint
 from modelworks.checkpoint.write import LazyTensor
-from modelworks.config import ModelConfig, parameter_shapes
+from modelworks.config import ModelConfig, parameter_shapes, router_bias_shapes
 from modelworks.data import Tokenizer
-from modelworks.models import Transformer
+from modelworks.models import Transformer, load_routing_state
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,26 @@ def build_model(
         model = Transformer(source.config)
     model = model.to(dtype).to_empty(device=device)
     source.load_into(dict(model.named_parameters()))
+    load_routing_state(model, {name: bias.load() for name, bias in source.biases.items()})
     model.pack_storage()
     return model.eval()
 
 
 def _open_own(location: Location) -> ModelSource:
     checkpoint = open_checkpoint(location.path)
-    checkpoint.expect("model", parameter_shapes(checkpoint.model_config))
-    tensors = {
-        name: LazyTensor(dtype, shape, lambda name=name: checkpoint.tensor("model", name))  # type: ignore[misc]
-        for name, (dtype, shape) in checkpoint.tensor_types("model").items()
-    }
+    config = checkpoint.model_config
+    checkpoint.expect("model", parameter_shapes(config))
+    checkpoint.expect("routing", router_bias_shapes(config))
+    tensors, biases = _lazy(checkpoint, "model"), _lazy(checkpoint, "routing")
     tokenizer = Tokenizer.load(checkpoint.tokenizer) if checkpoint.tokenizer else None
-    return ModelSource(
-        checkpoint.model_config, tensors, tokenizer, f"checkpoint {location.path} (step {checkpoint.step})"
-    )
+    return ModelSource(config, tensors, tokenizer, f"checkpoint {location.path} (step {checkpoint.step})", biases)
+
+
+def _lazy(checkpoint: Checkpoint, section: str) -> dict[str, LazyTensor]:
+    return {
+        name: LazyTensor(dtype, shape, lambda name=name: checkpoint.tensor(section, name))  # type: ignore[misc]
+        for name, (dtype, shape) in checkpoint.tensor_types(section).items()
+    }
 
 
 def _to_stderr(message: str) -> None:

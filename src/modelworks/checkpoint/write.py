@@ -97,9 +97,13 @@ def write_model(
     tensors: Mapping[str, Tensor | LazyTensor],
     tokenizer: Path | None,
     origin: str,
+    biases: Mapping[str, Tensor | LazyTensor] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Write a checkpoint at `path` that holds a model and no run: the result of importing one from elsewhere."""
+    """Write a checkpoint at `path` that holds a model and no run: the result of importing one from elsewhere.
+
+    biases: of the routers of experts, where the model has them.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     identity = {
         "step": 0,
@@ -109,7 +113,8 @@ def write_model(
         "state": {"origin": origin},
         "metrics": {},
     }
-    _commit(path, identity, {"model": tensors}, tokenizer, max_shard_bytes)
+    sections = {"model": tensors, "routing": biases} if biases else {"model": tensors}
+    _commit(path, identity, sections, tokenizer, max_shard_bytes)
     return path
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ParameterCount as ParameterCount,
         count_parameters as count_parameters,
         parameter_shapes as parameter_shapes,
+        router_bias_shapes as router_bias_shapes,
         training_flops_per_token as training_flops_per_token,
     )
     from modelworks.config.errors import (
@@ -70,7 +71,14 @@ if TYPE_CHECKING:
     # isort: on
 
 _OFFERS = {
-    "counts": ["FlopCount", "ParameterCount", "count_parameters", "parameter_shapes", "training_flops_per_token"],
+    "counts": [
+        "FlopCount",
+        "ParameterCount",
+        "count_parameters",
+        "parameter_shapes",
+        "router_bias_shapes",
+        "training_flops_per_token",
+    ],
     "errors": ["ConfigError", "Problem", "ProblemsError", "UserError", "nearest", "show_value"],
     "load": ["dump_yaml", "load_run_config", "parse_run_config"],
     "model": ["ModelConfig", "RopeScaling"],

@@ -61,6 +61,12 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def router_bias_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Full name -> shape of what balances experts and is no parameter; empty without `router_bias`."""
+    sparse = [layer for layer in range(model.n_layers) if model.router_bias and model.has_experts(layer)]
+    return {f"blocks.{layer}.feed_forward.router.bias": (model.n_experts,) for layer in sparse}
+
+
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Exact numbers of parameters by component, from the shapes."""
     sparse = _n_sparse(model)

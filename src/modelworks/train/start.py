@@ -16,6 +16,7 @@ from modelworks.models import initialize_slice
 from modelworks.optim import build_optimizer
 from modelworks.parallel import Fill, Mesh, split_model
 from modelworks.train.derivation import Derived
+from modelworks.train.experts import set_expert_biases
 from modelworks.train.precision import LossScaler
 from modelworks.train.state import TrainState
 
@@ -34,6 +35,10 @@ def build_state(derived: Derived, mesh: Mesh, checkpoint: Checkpoint | None = No
         prepare=_compiler(derived.device) if config.train.compile else None,
     )
     scaler = LossScaler(config.train.loss_scale) if derived.precision.scales_loss else None
+    if config.init_from and checkpoint is None and config.model.router_bias:
+        source = open_model(config.init_from)
+        if source.biases:  # a model that was trained without them starts with none
+            set_expert_biases(model, {name: bias.load() for name, bias in source.biases.items()})
     optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
     return TrainState(model, optimizer, scaler)
 
@@ -81,6 +86,7 @@ def _other_settings(config: RunConfig, theirs: ModelConfig) -> list[str]:
     """Settings that shapes do not show, and without which the weights compute something else."""
     ours, theirs_by_key = config.model.model_dump(), theirs.model_dump()
     silent = {"family", "init_std", "dropout", "attention_dropout", "max_seq_len"}
+    silent |= {"expert_capacity", "router_aux_loss", "router_z_loss", "router_bias_rate"}  # of training alone
     return [
         f"init_from: model.{key} is {show_value(value)} here and was {show_value(theirs_by_key[key])} there"
         for key, value in ours.items()

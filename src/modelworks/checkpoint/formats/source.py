@@ -7,7 +7,7 @@ are then one piece of code each. The tensors are lazy: a source of any size cost
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,12 +20,16 @@ from modelworks.data import Tokenizer
 
 @dataclass(frozen=True)
 class ModelSource:
-    """tensors: full parameter name -> value, exactly the parameters of `config`. origin: for people, what it is."""
+    """tensors: full parameter name -> value, exactly the parameters of `config`. origin: for people, what it is.
+
+    biases: of the routers of experts, `router_bias_shapes(config)`, which are no parameters.
+    """
 
     config: ModelConfig
     tensors: Mapping[str, LazyTensor]
     tokenizer: Tokenizer | None
     origin: str
+    biases: Mapping[str, LazyTensor] = field(default_factory=dict)
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
         """Copy into a model's parameters, strictly: raises CheckpointError naming tensors that do not match."""
