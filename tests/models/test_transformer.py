@@ -53,7 +53,7 @@ def test_float64_differs_from_float32_by_rounding_only(changes, small):
         lambda weight: torch.func.functional_call(
             double, {"blocks.0.attention.o.weight": weight}, (tokens[:1, :4], positions[:1, :4], CausalContext())
         ),
-        double.blocks[0].attention.o.weight.detach().requires_grad_(),
+        double.blocks["0"].attention.o.weight.detach().requires_grad_(),
         fast_mode=True,
     )
 
@@ -62,7 +62,7 @@ def test_float64_differs_from_float32_by_rounding_only(changes, small):
 @pytest.mark.parametrize("residual", [True, False])
 def test_block_is_its_formula(norm_position, residual, small):
     model = small(norm_position=norm_position, residual=residual)
-    block, context = model.blocks[0], CausalContext()
+    block, context = model.blocks["0"], CausalContext()
     x = torch.randn(2, 6, 32)
     rotation = model.rotary(torch.arange(6).expand(2, -1), x.dtype)
     norms = [
@@ -113,7 +113,7 @@ def test_packed_product_equals_separate_ones(bias):
 def test_packed_storage_is_not_copied_in_inference(small):
     model = small()
     model.pack_storage()
-    attention = model.blocks[0].attention
+    attention = model.blocks["0"].attention
     layers = (attention.q, attention.k, attention.v)
     x = torch.randn(1, 3, 32)
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -146,7 +146,7 @@ def test_compiled_blocks_give_the_same_and_share_their_code(small):
         torch._dynamo.reset()
         model, counter = small(n_layers=10), CompileCounter()
         expected = model(tokens, positions, make())
-        for block in model.blocks:
+        for block in model.blocks.values():
             block.compile(backend=counter, fullgraph=True)
         for _ in range(2):
             assert torch.equal(model(tokens, positions, make()), expected)
