@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_cases import ROWS, Case, assembled, assert_equal_to_one_process, build, loss_of, split, whole
+from data_cases import ROWS, Case, assembled, assert_equal_to_one_process, backward_all, build, loss_of, split, whole
 from pool import WorkerPool
 from test_data import EXPERT_LAYOUTS, SLANTED, assert_bytes_and_traffic, experts, parallel, two_stages
 
@@ -14,6 +14,7 @@ from modelworks.layout import Layout, plan_parameters
 from modelworks.layout.data_memory import data_parallel_memory
 from modelworks.models import Transformer, initialize
 from modelworks.parallel import Mesh
+from modelworks.parallel.expert import shard_experts
 from modelworks.parallel.gradients import build_gradient_store
 from modelworks.train.precision import default_dtype
 
@@ -139,3 +140,39 @@ def evaluation_between_steps(mesh: Mesh, case: Case) -> bool:
 def test_an_update_after_an_evaluation_is_seen(workers: WorkerPool) -> None:
     case = CASES["even"]
     assert all(workers.run(evaluation_between_steps, case.layout, case))
+
+
+def mixture(mesh: Mesh, case: Case) -> dict[str, Any]:
+    plans = plan_parameters(case.model, case.layout, case.parallel, mesh.rank, [range(case.model.n_layers)])
+    with default_dtype(case.dtype), torch.device("meta"):
+        model = Transformer(case.model)
+    shard_experts(model, plans, mesh)
+    store = build_gradient_store([model], plans, mesh, case.parallel)
+    with default_dtype(case.dtype):
+        source = Transformer(case.model)
+    initialize(source, 7)
+    values = dict(source.named_parameters())
+    store.load(lambda spec, tensor: tensor.copy_(values[spec.name][spec.slices]))
+    backward_all(model, store, case, mesh, 0)
+    return {"gradients": store.finish(), "plans": plans}
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dp_shard": 2, "zero": 3},
+        {"dp_shard": 2, "ep": 2, "zero": 3},
+        {"dp_shard": 4, "ep": 2, "zero": 2},
+        {"dp_shard": 4, "ep": 2, "zero": 3},
+    ],
+    ids=str,
+)
+def test_a_mixture_of_experts_equals_one_process(workers: WorkerPool, keys: dict[str, int], every: bool) -> None:
+    settings = parallel(**keys, accumulate_reduce="every" if every else "last")
+    case = Case(settings, {"n_experts": 4, "experts_per_token": 2, "d_expert": 10}, micro_batches=3)
+    gradients = assembled(workers.run(mixture, case.layout, case), "gradients")
+    expected = whole(case)["gradients"]
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-12)
