@@ -28,9 +28,12 @@ def _sizes(derived: Derived) -> list[Decision]:
     count = count_parameters(config.model)
     flops = training_flops_per_token(config.model, config.data.seq_len).training
     memory = derived.memory
+    active = f"; a token uses {format_count(count.active)}" if count.active < count.total else ""
     parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in asdict(memory).items())
     return [
-        Decision("parameters", format_count(count.total), f"{count.non_embedding:,} without embeddings and head"),
+        Decision(
+            "parameters", format_count(count.total), f"{count.non_embedding:,} without embeddings and head{active}"
+        ),
         Decision("FLOPs per token", format_count(flops), "training: 3 x the forward pass, attention counted causally"),
         Decision("memory", format_bytes(memory.total), parts),
     ]
