@@ -42,7 +42,7 @@ data:
 train: {precision: bf16-autcast, compile: yes, global_batch: 64.5, micro_batch: two, grad_clip_norm: .nan}
 optimizer: {betas: [0.9], lr: fast, weight_decay: true}
 checkpoint: {every: 0.5 steps, async: true}
-parallel: {tp: 0, offload: cpu}
+parallel: {tp: 0, offload: disk}
 name: 2024
 """,
         "data.tokenizer.vocab=3",
@@ -100,7 +100,7 @@ name: 2024
         "checkpoint.every": f"line 10: checkpoint.every: got '0.5 steps', expected {Duration.expected} or auto",
         "checkpoint.async": "line 10: checkpoint.async: got true, expected only false in this version",
         "parallel.tp": "line 11: parallel.tp: got 0, expected a whole number above 0 and at most 1,048,576",
-        "parallel.offload": "line 11: parallel.offload: got 'cpu', expected only none in this version",
+        "parallel.offload": "line 11: parallel.offload: got 'disk', expected one of none, cpu, nvme",
         "name": (
             "line 12: name: got 2024, expected a name of letters, digits and . _ + = -, at most 100, "
             'beginning with a letter or digit (did you mean `"2024"`?)'

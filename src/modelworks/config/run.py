@@ -139,7 +139,10 @@ class ParallelConfig(Frozen):
     ep: Degree = 1
     accumulate_reduce: Literal["last", "every"] = "last"  # which micro-batches' gradients are reduced
     bucket_size: ByteSize = 25 * 2**20  # gradients reduced together
-    offload: Literal["none"] = "none"  # where optimiser state and master weights are kept
+    offload: Literal["none", "cpu", "nvme"] = "none"  # where optimiser state and master weights are kept
+    offload_path: str | None = None  # nvme: the directory of the files; default: in the run's own
+    offload_params: Literal[False] = False  # zero 3: shards of parameters wait in host memory
+    offload_activations: Flag = False  # what a block keeps for its backward pass waits in host memory
     timeout: Annotated[Real, Field(gt=0.0)] = 600.0  # seconds in one collective before ranks are called hung
 
 

@@ -83,6 +83,7 @@ def layout_problems(config: RunConfig) -> Iterator[str]:
     yield from _context(config)
     yield from _pipeline(config)
     yield from _experts(model, parallel)
+    yield from _offload(config)
 
 
 def _data(config: RunConfig) -> Iterator[str]:
@@ -182,6 +183,17 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
         yield f"parallel.ep: got {parallel.ep}, expected a divisor of model.n_experts = {model.n_experts}"
     if data % parallel.ep:
         yield f"parallel.ep: got {parallel.ep}, expected a divisor of dp_replicate * dp_shard * cp = {data}"
+
+
+def _offload(config: RunConfig) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.offload_path is not None and parallel.offload != "nvme":
+        yield f"parallel.offload_path: got {parallel.offload_path}, expected nothing with offload {parallel.offload}"
+    if parallel.offload_activations and config.train.recompute == "selective":
+        yield (
+            "parallel.offload_activations: got true, expected false with train.recompute selective, which keeps "
+            "results of products on the device (use recompute none or full)"
+        )
 
 
 def model_heads(heads: int, tp: int) -> int:

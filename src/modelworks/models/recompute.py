@@ -11,6 +11,7 @@ Invariant: the same operations run again on the same values, so gradients do not
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from modelworks.models.layers.grouped import grouped_mm
+from modelworks.models.offload import OnHost, activations_on_host
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -37,15 +39,31 @@ _KEPT = [
 ]
 
 
-def run_block(block: nn.Module, recompute: Recompute, *inputs: Any) -> Tensor:
-    """`block(*inputs)`, keeping for the backward pass what `recompute` says."""
-    if recompute == "none" or not torch.is_grad_enabled():
+def run_block(block: nn.Module, recompute: Recompute, offload: bool, *inputs: Any) -> Tensor:
+    """`block(*inputs)`, keeping for the backward pass what `recompute` says, in host memory with `offload`."""
+    if not torch.is_grad_enabled():
         return block(*inputs)  # type: ignore[no-any-return]
+    if recompute == "none":
+        with activations_on_host(block) if offload else nullcontext():
+            return block(*inputs)  # type: ignore[no-any-return]
+    if offload:
+        return _recomputed_from_host(block, *inputs)
     extra: dict[str, Any] = {}
     if recompute == "selective":
         extra["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
     # Our dropout is a function of its place, not of a generator: there is no random state to keep.
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, **extra)  # type: ignore[no-any-return]
+
+
+def _recomputed_from_host(block: nn.Module, x: Tensor, *others: Any) -> Tensor:
+    """Full recomputation from an input that waits in host memory."""
+    device = x.device
+
+    def run(waiting: Tensor) -> Tensor:
+        return block(waiting.to(device), *others)  # type: ignore[no-any-return]
+
+    waiting = OnHost.apply(x)  # type: ignore[no-untyped-call]
+    return checkpoint(run, waiting, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 def activation_bytes(forward: Callable[[], Tensor], excluded: list[Tensor]) -> int:

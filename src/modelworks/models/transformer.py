@@ -54,6 +54,7 @@ class Transformer(nn.Module):
         part = part or Part.whole(config)
         self.config, self.part = config, part
         self.recompute: Recompute = "none"
+        self.offload_activations = False
         tied_head = part.last and config.tie_embeddings
         self.embedding = Embedding(config.vocab_size, config.d_model) if part.first or tied_head else None
         learned = part.first and config.positions == "learned"
@@ -77,7 +78,7 @@ class Transformer(nn.Module):
         rotation = self.rotary(positions, dtype) if self.rotary is not None else None
         context.prepare(positions.shape[1], self.config.sliding_window, dtype, x.device)
         for block in self.blocks.values():
-            x = run_block(block, self.recompute, x, rotation, context)
+            x = run_block(block, self.recompute, self.offload_activations, x, rotation, context)
         return x if self.final_norm is None else self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -91,9 +92,14 @@ class Transformer(nn.Module):
             raise ValueError(f"layers {self.part.layers} are not the last part of the model and hold no head")
         return owner.weight
 
-    def set_recompute(self, recompute: Recompute) -> None:
-        """What blocks keep for the backward pass: everything, products only (`selective`), or their input (`full`)."""
-        self.recompute = recompute
+    def set_recompute(self, recompute: Recompute, *, offload_activations: bool = False) -> None:
+        """What blocks keep for the backward pass: everything, products only (`selective`), or their input (`full`).
+
+        offload_activations: it waits in host memory. Not for `selective`.
+        """
+        if offload_activations and recompute == "selective":
+            raise ValueError("selective recomputation keeps results of products on the device")
+        self.recompute, self.offload_activations = recompute, offload_activations
 
     def pack_storage(self) -> None:
         """Lay fused weights back to back, so that inference never copies them. Do it after moving or casting."""

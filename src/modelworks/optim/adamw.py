@@ -13,7 +13,7 @@ torch's fused kernel does the arithmetic (one pass over memory); what is stored,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,14 +26,23 @@ from modelworks.optim.groups import ParameterOptions, parameter_options
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
+# (full state name, shape, dtype) -> zeros where the state is to live
+Allocate = Callable[[str, torch.Size, torch.dtype], Tensor]
+
+
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, Tensor]], config: OptimizerConfig, *, all_names: Sequence[str] | None = None
+    named_parameters: Iterable[tuple[str, Tensor]],
+    config: OptimizerConfig,
+    *,
+    all_names: Sequence[str] | None = None,
+    allocate: Allocate | None = None,
 ) -> AdamW:
     """The optimiser that `config.name` names, over the parameters that require a gradient.
 
     all_names: of the whole model, where `named_parameters` are those of one rank: patterns must match one of them.
+    allocate: makes the state elsewhere (host memory, files); every parameter then has a master copy there too.
     """
-    return AdamW(named_parameters, config, all_names=all_names)
+    return AdamW(named_parameters, config, all_names=all_names, allocate=allocate)
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class _Slot:
     updated: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    count: Tensor  # float32 scalar on the parameter's device: updates done, as the fused kernel wants it
+    count: Tensor  # float32 scalar beside the state: updates done, as the fused kernel wants it
     options: ParameterOptions
 
 
@@ -57,11 +66,12 @@ class AdamW:
         config: OptimizerConfig,
         *,
         all_names: Sequence[str] | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         parameters = {name: tensor for name, tensor in named_parameters if tensor.requires_grad}
         options = parameter_options(all_names or parameters, config)
         self.config = config
-        self._slots = {name: _new_slot(tensor, options[name]) for name, tensor in parameters.items()}
+        self._slots = {name: _new_slot(name, tensor, options[name], allocate) for name, tensor in parameters.items()}
         self._updates = 0
 
     @property
@@ -72,6 +82,10 @@ class AdamW:
     @property
     def options(self) -> dict[str, ParameterOptions]:
         return {name: slot.options for name, slot in self._slots.items()}
+
+    def state_bytes(self) -> int:
+        """Bytes of all state, master copies included, wherever they are."""
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.named_state())
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
@@ -84,7 +98,7 @@ class AdamW:
             slots = list(group.values())
             adamw(
                 [slot.updated for slot in slots],
-                [gradients[name].to(slot.updated.dtype) for name, slot in group.items()],
+                [gradients[name].to(slot.updated.device, slot.updated.dtype) for name, slot in group.items()],
                 [slot.exp_avg for slot in slots],
                 [slot.exp_avg_sq for slot in slots],
                 [],
@@ -142,15 +156,15 @@ class AdamW:
         self._updates = updates
 
 
-def _new_slot(parameter: Tensor, options: ParameterOptions) -> _Slot:
-    low = parameter.dtype in _LOW_PRECISION
-    updated = parameter.detach().float() if low else parameter.detach()
-    return _Slot(
-        # A detached alias: same memory, and in-place updates need no permission from autograd.
-        parameter=updated if not low else parameter.detach(),
-        updated=updated,
-        exp_avg=torch.zeros_like(updated),
-        exp_avg_sq=torch.zeros_like(updated),
-        count=torch.zeros((), dtype=torch.float32, device=parameter.device),
-        options=options,
-    )
+def _new_slot(name: str, parameter: Tensor, options: ParameterOptions, allocate: Allocate | None) -> _Slot:
+    wide = torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype
+    # A detached alias: same memory, and in-place updates need no permission from autograd.
+    stored = parameter.detach()
+    if allocate is None:
+        updated = stored.float() if wide != parameter.dtype else stored
+        exp_avg, exp_avg_sq = torch.zeros_like(updated), torch.zeros_like(updated)
+    else:
+        updated = allocate(f"{name}/master", parameter.shape, wide).copy_(stored)
+        exp_avg, exp_avg_sq = (allocate(f"{name}/{kind}", parameter.shape, wide) for kind in ("exp_avg", "exp_avg_sq"))
+    count = torch.zeros((), dtype=torch.float32, device=updated.device)
+    return _Slot(stored, updated, exp_avg, exp_avg_sq, count, options)

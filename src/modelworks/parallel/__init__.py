@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from modelworks.parallel.mesh import Mesh as Mesh
     from modelworks.parallel.mesh import build_mesh as build_mesh
     from modelworks.parallel.mesh import single_process as single_process
+    from modelworks.parallel.offload import state_allocator as state_allocator
     from modelworks.parallel.pipeline.edges import EdgeShapes as EdgeShapes
     from modelworks.parallel.tensor import dropout_keys as dropout_keys
     from modelworks.parallel.tensor import shard_tensor as shard_tensor
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from modelworks.parallel.world import joined as joined
 
 _HOME = {
+    "state_allocator": "offload",
     "EdgeShapes": "pipeline.edges",
     "Fill": "gradients",
     "GradientStore": "gradients",

@@ -149,7 +149,7 @@ def split_model(
     for part in parts.values():
         shard_tensor(part, plans, mesh, sequence_parallel=parallel.sequence_parallel)
         shard_experts(part, plans, mesh)
-        part.set_recompute(config.train.recompute)
+        part.set_recompute(config.train.recompute, offload_activations=parallel.offload_activations)
         if prepare is not None:
             for block in part.blocks.values():
                 prepare(block)

@@ -93,7 +93,7 @@ def train(
 
         memory = MemoryMeter(derived.device)
         memory.reset()
-        state = build_state(derived, mesh, checkpoint)
+        state = build_state(derived, mesh, checkpoint, scratch=run_dir / "offload")
         if checkpoint:
             state.restore(checkpoint)
             if _measure_of_best(checkpoint.config) != _measure_of_best(config):

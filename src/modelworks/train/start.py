@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,20 @@ from modelworks.hardware import compiler
 from modelworks.layout import ShardSpec
 from modelworks.models import initialize_slice
 from modelworks.optim import build_optimizer
-from modelworks.parallel import Fill, Mesh, split_model
+from modelworks.parallel import Fill, Mesh, split_model, state_allocator
 from modelworks.train.derivation import Derived
 from modelworks.train.experts import set_expert_biases
 from modelworks.train.precision import LossScaler
 from modelworks.train.state import TrainState
 
 
-def build_state(derived: Derived, mesh: Mesh, checkpoint: Checkpoint | None = None) -> TrainState:
+def build_state(
+    derived: Derived, mesh: Mesh, checkpoint: Checkpoint | None = None, *, scratch: Path = Path("offload")
+) -> TrainState:
     """This rank's part of the model with its values, its optimiser and its loss scale.
 
-    checkpoint: where the weights come from; None for initial values, or those of `init_from`.
+    checkpoint: where the weights come from; None for initial values, or those of `init_from`. scratch: a directory for
+    optimiser state that is offloaded to files.
     """
     config = derived.config
     model = split_model(
@@ -39,7 +43,10 @@ def build_state(derived: Derived, mesh: Mesh, checkpoint: Checkpoint | None = No
         source = open_model(config.init_from)
         if source.biases:  # a model that was trained without them starts with none
             set_expert_biases(model, {name: bias.load() for name, bias in source.biases.items()})
-    optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
+    allocate = state_allocator(config.parallel, mesh.device, scratch / f"rank-{mesh.rank}")
+    optimizer = build_optimizer(
+        model.stored.items(), config.optimizer, all_names=model.parameter_names, allocate=allocate
+    )
     return TrainState(model, optimizer, scaler)
 
 

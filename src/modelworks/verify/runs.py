@@ -7,15 +7,19 @@ optimiser, so that what they share is only what does not depend on a layout: lay
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modelworks.config import RunConfig
+from modelworks.config import RunConfig, parameter_shapes
 from modelworks.data import Batch
+from modelworks.layout import ShardSpec
 from modelworks.models import (
     CausalContext,
     DocumentContext,
@@ -23,13 +27,12 @@ from modelworks.models import (
     Routing,
     RoutingTotals,
     Transformer,
-    initialize,
     initialize_slice,
     update_router_bias,
 )
-from modelworks.optim import build_optimizer
-from modelworks.parallel import Mesh, SplitModel, split_model
-from modelworks.train import Precision, apply_gradients, compute_gradients, data_rows
+from modelworks.optim import AdamW, build_optimizer
+from modelworks.parallel import Mesh, SplitModel, split_model, state_allocator
+from modelworks.train import NonFiniteStep, Precision, apply_gradients, compute_gradients, data_rows
 from modelworks.verify.batches import verification_batch
 from modelworks.verify.hidden import HiddenRecorder
 from modelworks.verify.observed import Observed
@@ -43,7 +46,8 @@ def run_whole(config: RunConfig, steps: int, precision: Precision) -> Observed:
         model = Transformer(config.model)
     finally:
         torch.set_default_dtype(before)
-    initialize(model, config.seed)
+    for name, parameter in model.named_parameters():
+        _fill(ShardSpec.whole(name, tuple(parameter.shape)), parameter, config)
     model.train()
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     observed = Observed([], [], [], _copies(dict(model.named_parameters())), {})
@@ -79,12 +83,25 @@ def run_split(config: RunConfig, steps: int, precision: Precision, mesh: Mesh) -
         config,
         mesh,
         dtype=precision.parameter_dtype,
-        fill=lambda spec, out: initialize_slice(out, config.model, spec, config.seed),
+        fill=lambda spec, out: _fill(spec, out, config),
     )
     model.train()
-    optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
+    with tempfile.TemporaryDirectory(prefix="modelworks-offload-") as scratch:
+        allocate = state_allocator(config.parallel, mesh.device, Path(scratch) / f"rank-{mesh.rank}")
+        optimizer = build_optimizer(
+            model.stored.items(), config.optimizer, all_names=model.parameter_names, allocate=allocate
+        )
+        return _observe_split(model, optimizer, config, steps, precision), model
+
+
+def _observe_split(
+    model: SplitModel, optimizer: AdamW, config: RunConfig, steps: int, precision: Precision
+) -> Observed | None:
+    mesh = model.mesh
     observed = Observed([], [], [], _assembled(model, model.stored), {})
+    observed.copies.update(_worst_copies(model, observed.initial))
     micro_batch = int(config.train.micro_batch)
+    sent = mesh.traffic.take()
     for step in range(steps):
         mesh.labels.step(step + 1)
         batch = verification_batch(config, step).rows(data_rows(model, config.train.global_batch))
@@ -92,14 +109,21 @@ def run_split(config: RunConfig, steps: int, precision: Precision, mesh: Mesh) -
         mesh.traffic.take()
         gradients = compute_gradients(model, batch, config, step=step, micro_batch=micro_batch, precision=precision)
         if recorder is not None:
-            observed.hidden.update(recorder.split(model, micro_batch))
+            observed.hidden.update(recorder.split(model))
         found = _assembled(model, gradients.by_name)
-        done = apply_gradients(model, optimizer, gradients, config, lr=config.optimizer.lr)
-        observed.losses.append(done.loss)
-        observed.norms.append(done.grad_norm)
         observed.gradients.append(found)
+        observed.losses.append(gradients.loss)
+        try:
+            observed.norms.append(apply_gradients(model, optimizer, gradients, config, lr=config.optimizer.lr).grad_norm)
+        except NonFiniteStep as stop:
+            observed.norms.append(stop.grad_norm)
+            break
+        sent = mesh.traffic.take()
     observed.final.update(_assembled(model, model.stored))
-    return (observed if mesh.is_main else None), model
+    for name, worst in _worst_copies(model, observed.final).items():
+        observed.copies[name] = max(worst, observed.copies[name], key=lambda found: _order(found[0]))
+    mesh.traffic.volumes = sent  # of a step alone, without what comparing sends
+    return observed if mesh.is_main else None
 
 
 def _whole_loss(
@@ -158,6 +182,56 @@ def _assembled(model: SplitModel, local: Mapping[str, Tensor]) -> dict[str, Tens
     held = {name for names in world.gather_objects(sorted(model.plans)) for name in names}
     names = [name for name in model.parameter_names if name in held]
     return {name: tensor.double() for name, tensor in model.assembler.all(local, names)}
+
+
+def _fill(spec: ShardSpec, out: Tensor, config: RunConfig) -> None:
+    """The run's own initial values; norms and biases, which all start alike, get some noise of their own, or a wrong
+    slice of one would not show."""
+    initialize_slice(out, config.model, spec, config.seed)
+    if spec.name.endswith(("norm.weight", ".bias")):
+        noise = torch.empty_like(out)
+        initialize_slice(noise, config.model, replace(spec, name=f"{spec.name}.noise"), config.seed)
+        with torch.no_grad():
+            out += noise
+
+
+def _worst_copies(model: SplitModel, whole: Mapping[str, Tensor]) -> dict[str, tuple[float, int]]:
+    """By parameter, the largest relative difference of any rank's copy from the value that counts, and that rank.
+
+    whole: on rank 0. A copy is what a rank stores, and what it computes with where that is there between steps (not
+    under zero 3). Every rank must call it; the result is on rank 0.
+    """
+    shapes, world = parameter_shapes(model.config.model), model.mesh.group("world")
+    names = model.mesh.shared(list(whole))
+    flat = torch.empty(sum(math.prod(shapes[name]) for name in names), dtype=torch.float64)
+    if model.mesh.is_main:
+        torch.cat([whole[name].flatten() for name in names], out=flat)
+    world.broadcast_(flat)
+    values = {
+        name: part.view(shapes[name])
+        for name, part in zip(names, flat.split([math.prod(shapes[name]) for name in names]), strict=True)
+    }
+    computed = model.gradients.leaves() if model.config.parallel.zero < 3 else {}
+    own: dict[str, float] = {}
+    for name, plan in model.plans.items():
+        held = [(model.stored[name], plan.stored)] + [(computed[name], plan.computed)] * (name in computed)
+        for tensor, spec in held:
+            true = values[name][spec.slices]
+            error = _relative(tensor.detach().double(), true) if true.numel() else 0.0
+            own[name] = max(error, own.get(name, 0.0), key=_order)
+    worst = {name: (0.0, 0) for name in names}
+    for rank, errors in enumerate(world.gather_objects(own)):
+        for name, error in errors.items():
+            worst[name] = max(worst[name], (error, rank), key=lambda found: _order(found[0]))
+    return worst
+
+
+def _relative(copy: Tensor, true: Tensor) -> float:
+    return float((copy - true).norm()) / max(float(true.norm()), 1e-300)
+
+
+def _order(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
