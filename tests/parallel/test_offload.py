@@ -54,7 +54,7 @@ def test_files_hold_the_state(tmp_path: Path) -> None:
     assert sum(sizes.values()) == optimizer.state_bytes()
     state = dict(optimizer.named_state())
     name = "blocks.0.feed_forward.up.weight/exp_avg_sq"
-    stored = torch.frombuffer((tmp_path / f"{name.replace('/', '.')}.bin").read_bytes(), dtype=torch.float32)
+    stored = torch.frombuffer(bytearray((tmp_path / f"{name.replace('/', '.')}.bin").read_bytes()), dtype=torch.float32)
     assert torch.equal(stored.view(7, 5), state[name])
 
 

@@ -127,8 +127,8 @@ class Bucket:
         dimension, length = member.dimension, member.shape[member.dimension]
         full = length // member.rows
         if full:
-            parts = columns[:full].unflatten(1, member.part_shape(member.rows))
-            split = whole.narrow(dimension, 0, full * member.rows).unflatten(dimension, (full, member.rows))
+            parts = torch.unflatten(columns[:full], 1, member.part_shape(member.rows))
+            split = torch.unflatten(whole.narrow(dimension, 0, full * member.rows), dimension, (full, member.rows))
             yield None, parts, split.movedim(dimension, 0)
         for place in range(full, self.shards):
             start = min(place * member.rows, length)

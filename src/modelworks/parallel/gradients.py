@@ -155,7 +155,7 @@ def sum_partial(gradients: Mapping[str, Tensor], plans: Mapping[str, ParameterPl
             flat = torch.cat([gradient.reshape(-1) for gradient in same]) if len(same) > 1 else same[0]
             group.all_reduce_(flat)
             if len(same) > 1:
-                for gradient, total in zip(same, flat.split([one.numel() for one in same]), strict=True):
+                for gradient, total in zip(same, torch.split(flat, [one.numel() for one in same]), strict=True):
                     gradient.copy_(total.view(gradient.shape))
 
 
