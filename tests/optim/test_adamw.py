@@ -152,3 +152,10 @@ def test_default_patterns_may_match_nothing_but_written_ones_may_not() -> None:
         parameter_options(names, OptimizerConfig(groups=[ParameterGroup(pattern="blocks.*.atention.q.weight")]))
     with pytest.raises(UserError, match=r"optimizer\.no_decay: `\*\.gain` matches no parameter"):
         parameter_options(names, OptimizerConfig(no_decay=["*.bias", "*.gain"]))
+
+
+def test_tensors_with_gaps_are_refused() -> None:
+    """torch's fused kernel would write into the gaps."""
+    view = torch.zeros(4, 6)[:, :3].requires_grad_()
+    with pytest.raises(ValueError, match=r"w: an optimiser updates contiguous tensors, this one has strides \(6, 1\)"):
+        build_optimizer([("w", view)], OptimizerConfig())

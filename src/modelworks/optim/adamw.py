@@ -157,6 +157,9 @@ class AdamW:
 
 
 def _new_slot(name: str, parameter: Tensor, options: ParameterOptions, allocate: Allocate | None) -> _Slot:
+    if not parameter.is_contiguous():
+        # torch's fused kernel takes it for contiguous and writes beside it.
+        raise ValueError(f"{name}: an optimiser updates contiguous tensors, this one has strides {parameter.stride()}")
     wide = torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype
     # A detached alias: same memory, and in-place updates need no permission from autograd.
     stored = parameter.detach()
