@@ -260,6 +260,13 @@ def exchange_drawn_rows(mesh: Mesh, n_draws: int) -> list[str]:
             problems.append(f"draw {draw}: outputs")
         weights = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
         (result * weights).sum().backward()
+        # The rows of other ranks' experts leave and return, forward; those of theirs that came here do, backward.
+        arriving = group.all_gather(counts).view(group.size, group.size, per_rank)
+        elsewhere = kept - int(arriving[group.index, group.index].sum())
+        guests = int(arriving[:, group.index].sum() - arriving[group.index, group.index].sum())
+        volume = mesh.traffic.take()["ep", "all_to_all"]
+        if (volume.calls, volume.bytes) != (5, 8 * (n_experts - per_rank) + 2 * (elsewhere + guests) * 3 * 8):
+            problems.append(f"draw {draw}: {volume}")
         if rows.grad is None or not torch.equal(rows.grad, weights * numbers):
             problems.append(f"draw {draw}: gradients")
     return problems

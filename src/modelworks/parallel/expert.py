@@ -12,6 +12,10 @@ An expert's gradient is the plain sum over the rows that it saw: the ranks of it
 and what is left is a sum over `expert_shard` and `expert_replicate`, whose ranks hold the same experts and saw other
 tokens. Nothing is divided: losses carry the weights of the global batch.
 
+For one layer and micro-batch a rank sends the counts (8 bytes for each expert of others) and, once forward and once
+backward, the rows that go to others' experts and those that it computed for others: with T local tokens and a balanced
+load 4 · (1 - 1 / ep) · T · k · d_model elements in all, counted as `all_to_all` on the axis `ep`.
+
 The router is whole on every rank. Its auxiliary loss is of whole rows; under context parallelism the ranks of `cp` add
 up their counts. Under tensor parallelism all tp ranks see the same tokens and their router's gradients are summed, so
 each adds its share of the auxiliary gradient.
