@@ -117,7 +117,7 @@ class SplitModel:
             pp,
             n_micro_batches,
             parallel.pp_virtual,
-            zero3=parallel.zero == 3,
+            zero3=parallel.zero == 3 and pp > 1,  # without a pipeline each block gathers and frees itself
             gather=parallel.pp_gather,
             accumulate_reduce=parallel.accumulate_reduce,
         )

@@ -31,13 +31,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from modelworks.layout import ShardSpec
+from modelworks.layout.loss_chunks import loss_chunk_tokens
 from modelworks.parallel import Group
 from modelworks.parallel.vocabulary import VocabularyRows
 
-# Logits of one chunk, in the dtype of the products, and the fewest tokens in it: the head's gradient is read and
-# written once a chunk, which costs more than the products when chunks are short.
-CHUNK_BYTES = 32 * 2**20
-LEAST_TOKENS = 512
 # float32 logits that a softmax works on at once on a CPU: within a core's second-level cache, and enough for a few.
 SOFTMAX_BYTES = 2 * 2**20
 
@@ -83,8 +80,7 @@ def vocabulary_loss(
         raise ValueError(f"the loss over {ranks} ranks was given {head_weight_VD.shape[0]} rows of the head for {rows}")
     device = hidden_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
-    # By the longest slice: the same on all ranks, which walk over the chunks together.
-    chunk = chunk_tokens or max(LEAST_TOKENS, CHUNK_BYTES // (compute.itemsize * -(-rows.total // ranks)))
+    chunk = chunk_tokens or loss_chunk_tokens(rows.total, ranks, compute.itemsize)
     objective = _Objective(label_smoothing, z_loss, scale, rows, group if ranks > 1 else None)
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     return VocabularyLoss(

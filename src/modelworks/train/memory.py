@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from modelworks.config import ModelConfig, TrainConfig, count_parameters
+from modelworks.layout.loss_chunks import loss_chunk_tokens
 from modelworks.models import LONGEST_BLOCKWISE, CausalContext, DropoutKey, Routing, Transformer
-from modelworks.train.loss import CHUNK_BYTES, LEAST_TOKENS, SOFTMAX_BYTES
+from modelworks.train.loss import SOFTMAX_BYTES
 from modelworks.train.precision import PRECISIONS, default_dtype
 
 WIDE, NARROW = 4, 2  # bytes of float32; of bfloat16 and float16
@@ -136,7 +137,7 @@ def _saved_bytes(model: ModelConfig, n_layers: int, precision: str, rows: int, s
 def _loss_bytes(model: ModelConfig, tokens: int, precision: str, device: str) -> int:
     """A chunk of logits, what the softmax works on, and the head's gradient."""
     compute = WIDE if precision == "fp32" else NARROW
-    chunk = min(tokens, max(LEAST_TOKENS, CHUNK_BYTES // (compute * model.vocab_size)))
+    chunk = min(tokens, loss_chunk_tokens(model.vocab_size, 1, compute))
     wide_copy = 0 if compute == WIDE else chunk * model.vocab_size * WIDE
     if device != "cuda":
         wide_copy = min(wide_copy, SOFTMAX_BYTES)
