@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from modelworks.train.precision import PRECISIONS as PRECISIONS
     from modelworks.train.precision import Precision as Precision
     from modelworks.train.result import Result as Result
+    from modelworks.train.step import NonFiniteStep as NonFiniteStep
     from modelworks.train.step import apply_gradients as apply_gradients
     from modelworks.train.step import compute_gradients as compute_gradients
     from modelworks.train.step import data_rows as data_rows
 
 _HOME = {
+    "NonFiniteStep": "step",
     "own_columns": "micro_batches",
     "data_rows": "step",
     "compute_gradients": "step",

@@ -1,7 +1,8 @@
 """The batches of a verification: made from the seed alone, the same in every process.
 
-They are unkind on purpose: rows hold documents of unequal length, some rows have far fewer targets than others, and
-one has none, so that a wrong denominator, a mean of means or a mask that leaks shows.
+They are unkind on purpose: rows hold documents of unequal length, some rows have far fewer targets than others, one has
+none, and some targets count half, so that a wrong denominator, a mean of means or a mask that leaks shows. One row has
+targets to its end, so that every column has a gradient from the first step on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def verification_batch(config: RunConfig, step: int) -> Batch:
     place = torch.arange(length).expand(rows, length)
     begin = torch.where(starts, place, 0).cummax(1).values
     weights = torch.ones(rows, length)
-    for row in range(rows):
+    weights[torch.rand(rows, length, generator=generator) < 0.2] = 0.5
+    for row in range(1, rows):
         kept = int(torch.randint(1, length + 1, (), generator=generator))
         weights[row, kept:] = 0.0
     if rows > 2:

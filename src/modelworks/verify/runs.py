@@ -37,18 +37,12 @@ from modelworks.verify.batches import verification_batch
 from modelworks.verify.hidden import HiddenRecorder
 from modelworks.verify.observed import Observed
 
+FLOAT64 = Precision("float64", torch.float64)
+
 
 def run_whole(config: RunConfig, steps: int, precision: Precision) -> Observed:
     """One process, the global batch at once."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(precision.parameter_dtype)
-    try:
-        model = Transformer(config.model)
-    finally:
-        torch.set_default_dtype(before)
-    for name, parameter in model.named_parameters():
-        _fill(ShardSpec.whole(name, tuple(parameter.shape)), parameter, config)
-    model.train()
+    model = _whole_model(config, precision.parameter_dtype)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     observed = Observed([], [], [], _copies(dict(model.named_parameters())), {})
     for step in range(steps):
@@ -99,7 +93,7 @@ def _observe_split(
 ) -> Observed | None:
     mesh = model.mesh
     observed = Observed([], [], [], _assembled(model, model.stored), {})
-    observed.copies.update(_worst_copies(model, observed.initial))
+    observed.copies.append(_worst_copies(model, observed.initial))
     micro_batch = int(config.train.micro_batch)
     sent = mesh.traffic.take()
     for step in range(steps):
@@ -114,23 +108,56 @@ def _observe_split(
         observed.gradients.append(found)
         observed.losses.append(gradients.loss)
         try:
-            observed.norms.append(apply_gradients(model, optimizer, gradients, config, lr=config.optimizer.lr).grad_norm)
+            observed.norms.append(
+                apply_gradients(model, optimizer, gradients, config, lr=config.optimizer.lr).grad_norm
+            )
         except NonFiniteStep as stop:
             observed.norms.append(stop.grad_norm)
             break
         sent = mesh.traffic.take()
     observed.final.update(_assembled(model, model.stored))
-    for name, worst in _worst_copies(model, observed.final).items():
-        observed.copies[name] = max(worst, observed.copies[name], key=lambda found: _order(found[0]))
+    observed.copies.append(_worst_copies(model, observed.final))
     mesh.traffic.volumes = sent  # of a step alone, without what comparing sends
     return observed if mesh.is_main else None
 
 
+def row_gradients(config: RunConfig) -> list[dict[str, Tensor]]:
+    """What each row of the first step's batch adds to the gradients in one process, in float64."""
+    model, batch = _whole_model(config, torch.float64), verification_batch(config, 0)
+    total, found = float(batch.loss_weights.sum()), []
+    for row in range(batch.n_rows):
+        routing = Routing(1.0 / batch.n_rows, config.data.seq_len) if config.model.n_experts else None
+        loss, _ = _whole_loss(model, batch.rows(slice(row, row + 1)), config, 0, FLOAT64, routing, first_row=row)
+        (loss / total).backward()  # type: ignore[no-untyped-call]
+        found.append(_copies({name: _gradient(parameter) for name, parameter in model.named_parameters()}))
+        model.zero_grad()
+    return found
+
+
+def _whole_model(config: RunConfig, dtype: torch.dtype) -> Transformer:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = Transformer(config.model)
+    finally:
+        torch.set_default_dtype(before)
+    for name, parameter in model.named_parameters():
+        _fill(ShardSpec.whole(name, tuple(parameter.shape)), parameter, config)
+    model.train()
+    return model
+
+
 def _whole_loss(
-    model: Transformer, batch: Batch, config: RunConfig, step: int, precision: Precision, routing: Routing | None
+    model: Transformer,
+    batch: Batch,
+    config: RunConfig,
+    step: int,
+    precision: Precision,
+    routing: Routing | None,
+    first_row: int = 0,
 ) -> tuple[Tensor, float]:
     """The objective summed over the batch by plain cross entropy on all logits, and the weight to divide it by."""
-    logits, weights = _logits(model, batch, config, step, precision, routing)
+    logits, weights = _logits(model, batch, config, step, precision, routing, first_row)
     train, targets = config.train, batch.targets.flatten()
     losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=train.label_smoothing)
     if train.z_loss:
@@ -147,12 +174,18 @@ def _mean_nll(model: Transformer, batch: Batch, config: RunConfig, step: int, pr
 
 
 def _logits(
-    model: Transformer, batch: Batch, config: RunConfig, step: int, precision: Precision, routing: Routing | None
+    model: Transformer,
+    batch: Batch,
+    config: RunConfig,
+    step: int,
+    precision: Precision,
+    routing: Routing | None,
+    first_row: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(tokens, vocabulary) in the widest dtype there is use for, and each token's weight."""
     key = None
     if config.model.dropout or config.model.attention_dropout:
-        key = DropoutKey(config.seed, step, config.data.seq_len)
+        key = DropoutKey(config.seed, step, config.data.seq_len, first_row)
     within = config.data.packing == "within-document"
     context: Any = (
         DocumentContext(batch.document_ids, dropout=key, routing=routing)
@@ -209,17 +242,19 @@ def _worst_copies(model: SplitModel, whole: Mapping[str, Tensor]) -> dict[str, t
     world.broadcast_(flat)
     values = {
         name: part.view(shapes[name])
-        for name, part in zip(names, flat.split([math.prod(shapes[name]) for name in names]), strict=True)
+        for name, part in zip(names, flat.split_with_sizes([math.prod(shapes[name]) for name in names]), strict=True)
     }
     computed = model.gradients.leaves() if model.config.parallel.zero < 3 else {}
     own: dict[str, float] = {}
     for name, plan in model.plans.items():
-        held = [(model.stored[name], plan.stored)] + [(computed[name], plan.computed)] * (name in computed)
+        held = [(model.stored[name], plan.stored)]
+        if name in computed:
+            held.append((computed[name], plan.computed))
         for tensor, spec in held:
             true = values[name][spec.slices]
             error = _relative(tensor.detach().double(), true) if true.numel() else 0.0
             own[name] = max(error, own.get(name, 0.0), key=_order)
-    worst = {name: (0.0, 0) for name in names}
+    worst = dict.fromkeys(names, (0.0, 0))
     for rank, errors in enumerate(world.gather_objects(own)):
         for name, error in errors.items():
             worst[name] = max(worst[name], (error, rank), key=lambda found: _order(found[0]))

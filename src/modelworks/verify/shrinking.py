@@ -143,7 +143,7 @@ def _stages(parallel: ParallelConfig) -> int:
 
 def _micro_batches(parallel: ParallelConfig) -> int:
     """Micro-batches of one row on each data-parallel rank: several, and enough to fill a pipeline."""
-    return 2 if parallel.pp == 1 else 2 * parallel.pp
+    return 3 if parallel.pp == 1 else 2 * parallel.pp
 
 
 def _length(parallel: ParallelConfig) -> int:

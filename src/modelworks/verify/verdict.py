@@ -21,11 +21,11 @@ from modelworks.config import RunConfig, dump_yaml, parse_run_config
 from modelworks.layout import Layout
 from modelworks.parallel import Mesh, SplitModel, build_mesh, joined, launch, process_group, single_process
 from modelworks.train import PRECISIONS, Precision
-from modelworks.verify.compare import BOUND_FLOAT64, Comparison, compare, compare_noisy
-from modelworks.verify.runs import run_split, run_whole
-from modelworks.verify.shrink import describe, shrink
+from modelworks.verify.compare import BOUND_FLOAT64, Comparison, compare
+from modelworks.verify.noise import compare_noisy
+from modelworks.verify.runs import FLOAT64, run_split, run_whole
+from modelworks.verify.shrinking import describe, shrink
 
-FLOAT64 = Precision("float64", torch.float64)
 VerifyPrecision = Literal["float64", "bf16"]
 
 
@@ -56,6 +56,7 @@ class Verdict:
             "max_relative_error": found.errors,
             "bound": found.bound,
             "first_layer": found.first_layer,
+            "first_part": found.first_part,
             "suspects": found.suspects,
             "collectives": self.collectives,
             "memory": self.memory,
@@ -81,7 +82,7 @@ def verify(config: RunConfig, *, steps: int = 3, precision: VerifyPrecision = "f
         assert found is not None
         first = {"comparison": asdict(found), **_measured(model)}
     else:
-        first, *_ = launch("modelworks.verify.verify:verify_rank", layout.world_size, arguments, directory=directory)
+        first, *_ = launch("modelworks.verify.verdict:verify_rank", layout.world_size, arguments, directory=directory)
     comparison = Comparison(**first.pop("comparison"))
     shrunk, seconds = describe(config, small), time.monotonic() - started
     return Verdict(comparison, shrunk, layout.world_size, steps, precision, seconds=seconds, **first)
@@ -110,8 +111,8 @@ def verify_on(
         return None, model
     whole = run_whole(small, steps, chosen)
     if precision == "float64":
-        return compare(whole, split, small.parallel, BOUND_FLOAT64), model
-    return compare_noisy(run_whole(small, steps, FLOAT64), whole, split, small.parallel), model
+        return compare(whole, split, small, BOUND_FLOAT64), model
+    return compare_noisy(run_whole(small, steps, FLOAT64), whole, split), model
 
 
 def _own_precision(config: RunConfig) -> Precision:
