@@ -19,8 +19,8 @@ A group of one does nothing. No function here is traced by torch.compile: what c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from modelworks.parallel.labels import Labels, Operation
 from modelworks.parallel.traffic import Traffic
+from modelworks.parallel.untraced import not_traced
 
 
 class Pending:
@@ -45,14 +46,6 @@ class Pending:
     def done(self) -> bool:
         """Whether calling would not wait for another rank."""
         return self._work is None or bool(self._work.is_completed())
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Tensor])
-
-
-def _not_traced(function: _Function) -> _Function:
-    """Kept out of what torch.compile traces: a graph breaks there, and the rest is compiled."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Group:
@@ -206,43 +199,43 @@ class _Started:
         return bool(self._work.is_completed())
 
 
-@_not_traced
+@not_traced
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """x as it is; its gradient is the sum of all ranks' gradients."""
     return x if group.size == 1 else _CopyTo.apply(x, group)  # type: ignore[no-untyped-call]
 
 
-@_not_traced
+@not_traced
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks; the gradient passes as it is."""
     return x if group.size == 1 else _ReduceFrom.apply(x, group)  # type: ignore[no-untyped-call]
 
 
-@_not_traced
+@not_traced
 def gather_from(x: Tensor, group: Group, dim: int) -> Tensor:
     """All ranks' parts along `dim`; gradients of all ranks are summed, each rank getting its part's."""
     return x if group.size == 1 else _GatherFrom.apply(x, group, dim)  # type: ignore[no-untyped-call]
 
 
-@_not_traced
+@not_traced
 def gather_copy(x: Tensor, group: Group, dim: int) -> Tensor:
     """All ranks' parts along `dim`, for a use that is the same on every rank: the gradient is the own part's."""
     return x if group.size == 1 else _GatherCopy.apply(x, group, dim)  # type: ignore[no-untyped-call]
 
 
-@_not_traced
+@not_traced
 def scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum over ranks; gradients of all parts are gathered."""
     return x if group.size == 1 else _ScatterTo.apply(x, group, dim)  # type: ignore[no-untyped-call]
 
 
-@_not_traced
+@not_traced
 def split_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part along `dim` of an x that all ranks hold; gradients of all parts are gathered."""
     return x if group.size == 1 else _SplitTo.apply(x, group, dim)  # type: ignore[no-untyped-call]
 
 
-@_not_traced
+@not_traced
 def all_to_all(x: Tensor, group: Group, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
     """Rows exchanged by `Group.all_to_all`; gradients go back the same way."""
     if group.size == 1:

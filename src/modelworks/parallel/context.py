@@ -27,6 +27,7 @@ from modelworks.models import AttentionContext, CausalContext, DocumentContext, 
 from modelworks.parallel.collectives import Group, all_to_all
 from modelworks.parallel.mesh import Mesh
 from modelworks.parallel.ring_attention import Block, plan_turns, ring_attention
+from modelworks.parallel.untraced import not_traced
 
 ContextMode = Literal["ring", "ulysses"]
 
@@ -89,14 +90,14 @@ class RingContext:
         self._documents = _WholeRows(self._group, document_ids, "ring")
         self._turns: dict[tuple[int | None, torch.device], list[list[Block]]] = {}
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_traced
     def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
         """length: this rank's columns. Gathers the documents of all ranks, once, and plans what to compute."""
         if length != self._length:
             raise ValueError(f"the context was made for {self._length} columns of this rank, got {length}")
         self._plan(window, device)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_traced
     def attend(
         self,
         layer: int,
@@ -140,12 +141,12 @@ class UlyssesContext:
         self._documents = _WholeRows(self._group, document_ids, "ulysses")
         self._rows: AttentionContext | None = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_traced
     def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
         """length: this rank's columns. Gathers the documents of all ranks, once, and makes the whole rows' mask."""
         self._context(length).prepare(length * self._group.size, window, dtype, device)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_traced
     def attend(
         self,
         layer: int,

@@ -34,6 +34,7 @@ from modelworks.models.layers.experts import Experts
 from modelworks.models.layers.token_order import permute, restore
 from modelworks.parallel.collectives import Group, all_to_all
 from modelworks.parallel.mesh import Mesh
+from modelworks.parallel.untraced import not_traced
 
 
 def shard_experts(part: Transformer, plans: Mapping[str, ParameterPlan], mesh: Mesh) -> None:
@@ -63,7 +64,7 @@ def build_routing(mesh: Mesh, *, loss_scale: float, rows: int, row_length: int, 
     """
     context = mesh.group("cp")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_traced
     def sum_counts(counts: Tensor) -> Tensor:
         return counts if context.size == 1 else context.all_reduce_(counts.clone())
 
@@ -83,7 +84,7 @@ class ExpertExchange:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_traced
     def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (N, d) sorted by expert; counts int64 (E,), with a sum of at most N: the rest stays here, as zeros."""
         size = self.group.size
