@@ -1,16 +1,21 @@
-"""Fixtures for all rooms: a small corpus, a configuration that trains on it in a second, a machine of known speed, and
-a real model."""
+"""Fixtures for all rooms: a small corpus, a configuration that trains on it in a second, a machine of known speed,
+the pool of workers, and a real model."""
 
 from __future__ import annotations
 
 import importlib.util
 import random
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "parallel"))
+
+from pool import WorkerPool
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "dogs", "ran", "over", "it", "while", "birds", "sang"]
 
@@ -71,6 +76,14 @@ def tiny_machine() -> Any:
         measured_at="2026-01-01T00:00:00+00:00",
         disturbance=0.0,
     )
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[WorkerPool]:
+    """The session's pool of workers: one for all rooms, for as many as eight processes are enough."""
+    pool = WorkerPool()
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture(scope="session")

@@ -59,9 +59,10 @@ def command(
     try:
         result = _train(run, run_dir, output, resume=resume, overwrite=overwrite, profile=profile)
     except (TrainingFailed, RankFailed, RankLost) as error:
+        left = "" if isinstance(error, TrainingFailed) else f"; {_what_is_left(run_dir)}"
+        write_error(f"{error}{left}", FAILED, json=json)  # first: torchrun may end this process any moment
         if (run_dir / "config.yaml").exists():
             write_report(run_dir)
-        write_error(str(error), FAILED, json=json)
         raise typer.Exit(FAILED) from None
     if result is None:  # another rank of a job that torchrun started speaks for all
         return
@@ -95,6 +96,14 @@ def _train(
 
     keep_freed_memory()  # for the whole process, so the command's business and not that of `train`
     return train(run, run_dir, resume=resume, overwrite=overwrite, profile=profile, console=output.console)
+
+
+def _what_is_left(run_dir: Path) -> str:
+    """In words, what a run that was cut short can go on from."""
+    from modelworks.checkpoint import latest_checkpoint
+
+    path = latest_checkpoint(run_dir / "checkpoints")
+    return f"the last good checkpoint is {path}, go on with --resume" if path else "there is no checkpoint yet"
 
 
 def _print_end(run: RunConfig, result: Result, report: str | None, runs_dir: Path, output: Output) -> None:

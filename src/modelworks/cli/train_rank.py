@@ -1,19 +1,26 @@
-"""`modelworks train` on several processes: started here, or joined where torchrun started them."""
+"""`modelworks train` on several processes: started here, or joined where torchrun started them.
+
+Under torchrun every rank is a command line of its own. What all of them would say is said by the first that comes to
+it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
+from modelworks.cli.exit_codes import FAILED, USER_ERROR
 from modelworks.cli.output import Output
-from modelworks.config import RunConfig, dump_yaml, parse_run_config
+from modelworks.config import RunConfig, UserError, dump_yaml, parse_run_config
 from modelworks.layout import Layout, check_layout
-from modelworks.parallel import RankFailed, World, build_mesh, joined, launch, process_group
+from modelworks.parallel import RankFailed, RankLost, World, build_mesh, joined, launch, process_group
 from modelworks.train import Result, TrainingFailed, keep_freed_memory, train
 
 if TYPE_CHECKING:
@@ -28,10 +35,9 @@ def train_split(
     flags = {"resume": resume, "overwrite": overwrite, "profile": profile}
     world = joined()
     if world is not None:
-        check_layout(config, world.size)
-        result = _train_here(config, run_dir, world, Output(json=json), **flags)
-        return result if world.rank == 0 else None
+        return _train_joined(config, run_dir, world, Output(json=json), **flags)
     check_layout(config)
+    _remove_old_output(run_dir / "ranks")
     directory = run_dir / "ranks" / str(os.getpid())
     arguments = {"config": dump_yaml(config), "run_dir": str(run_dir), "json": json, **flags}
     try:
@@ -44,9 +50,12 @@ def train_split(
         )
     except RankFailed as error:
         if error.error is not None and error.error[0] == TrainingFailed.__name__:
-            raise TrainingFailed(error.error[1]) from None  # all ranks came to it alike
+            raise TrainingFailed(error.error[1]) from None  # it says by itself which rank, where that matters
         raise
-    shutil.rmtree(directory, ignore_errors=True)
+    except UserError:
+        _remove(directory)
+        raise
+    _remove(directory)
     return Result(**results[0])
 
 
@@ -61,6 +70,23 @@ def run_rank(
     flags = {"resume": resume, "overwrite": overwrite, "profile": profile}
     result = _train_here(parsed, Path(run_dir), world, output, **flags)
     return asdict(result) if world.rank == 0 else None
+
+
+def _train_joined(config: RunConfig, run_dir: Path, world: World, output: Output, **flags: bool) -> Result | None:
+    """One of torchrun's processes."""
+    try:
+        check_layout(config, world.size)
+        result = _train_here(config, run_dir, world, output, **flags)
+    except UserError as error:
+        if world.is_first_to_say(str(error)):
+            raise
+        raise SystemExit(USER_ERROR) from None
+    except (TrainingFailed, RankLost) as error:
+        if world.is_first_to_say(str(error)):
+            raise
+        raise SystemExit(FAILED) from None
+    # The others leave with 0 whatever the result: torchrun would kill rank 0, which has yet to tell it, for any other.
+    return result if world.rank == 0 else None
 
 
 def _train_here(config: RunConfig, run_dir: Path, world: World, output: Output, **flags: bool) -> Result:
@@ -80,6 +106,20 @@ def _train_here(config: RunConfig, run_dir: Path, world: World, output: Output, 
             console=console,
             mesh=mesh,
         )
+
+
+def _remove(directory: Path) -> None:
+    """And the one around it, unless others have theirs there."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        directory.parent.rmdir()
+
+
+def _remove_old_output(directory: Path) -> None:
+    """What the processes of earlier runs left that failed: kept for reading until the next start."""
+    for each in directory.glob("*"):
+        if not (each.name.isdecimal() and psutil.pid_exists(int(each.name))):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def _device(config: RunConfig) -> torch.device:

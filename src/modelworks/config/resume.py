@@ -25,6 +25,7 @@ MAY_CHANGE = {
     "train.compile": "the same mathematics up to rounding",
     "train.device": "the same mathematics up to rounding",
     "train.log_every": "terminal output only",
+    "parallel.*": "a layout computes the same mathematics up to rounding",
     "data.workers": "samples do not depend on who prepares them",
     "data.cache": "a place, not a content",
     "data.mixture_changes": "samples that are not drawn yet may be drawn otherwise",

@@ -7,7 +7,7 @@ from modelworks.layout.data_memory import (
     is_copied,
     reduction_groups,
 )
-from modelworks.layout.feasible import check_layout, nearest_layouts
+from modelworks.layout.feasible import check_layout, describe, nearest_layouts, neighbours
 from modelworks.layout.layout import AXES, Coordinates, Layout
 from modelworks.layout.placement import PLACEMENTS, ParameterPlan, placement, plan_parameters, stages_of
 from modelworks.layout.shards import ShardSpec, split_evenly, split_in_chunks, whole_tensors
@@ -23,8 +23,10 @@ __all__ = [
     "check_layout",
     "data_parallel_memory",
     "data_parallel_traffic",
+    "describe",
     "is_copied",
     "nearest_layouts",
+    "neighbours",
     "placement",
     "plan_parameters",
     "reduction_groups",

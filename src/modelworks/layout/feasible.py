@@ -41,15 +41,24 @@ def nearest_layouts(config: RunConfig, world_size: int, *, most: int = 3) -> lis
     """Layouts that fit this run, those that change the degrees by the least first. Of `world_size` ranks, or, where
     none of that many fits, of the largest number below that does."""
     for size in range(world_size, 0, -1):
-        found = sorted(_fitting(config, size))
+        found = neighbours(config, size)
         if found:
             count = "" if size == world_size else f" ({size} processes)"
-            return [text + count for _, text in found[:most]]
+            return [describe(parallel) + count for parallel in found[:most]]
     return []
 
 
-def _fitting(config: RunConfig, world_size: int) -> Iterator[tuple[float, str]]:
-    """Layouts of `world_size` ranks that fit, each with its distance from what was asked for."""
+def neighbours(config: RunConfig, world_size: int) -> list[ParallelConfig]:
+    """All layouts of `world_size` ranks that fit this run, those that change the degrees by the least first."""
+    asked = config.parallel
+    return sorted(_fitting(config, world_size), key=lambda parallel: (_distance(asked, parallel), describe(parallel)))
+
+
+def _distance(asked: ParallelConfig, parallel: ParallelConfig) -> float:
+    return sum(abs(math.log2(getattr(asked, key) / getattr(parallel, key))) for key in (*AXES, "ep"))
+
+
+def _fitting(config: RunConfig, world_size: int) -> Iterator[ParallelConfig]:
     asked = config.parallel
     for degrees in _factorisations(world_size, len(AXES)):
         place = dict(zip(AXES, degrees, strict=True))
@@ -61,10 +70,7 @@ def _fitting(config: RunConfig, world_size: int) -> Iterator[tuple[float, str]]:
         parallel = asked.model_copy(update=changes)
         if any(layout_problems(config.model_copy(update={"parallel": parallel}))):
             continue
-        yield (
-            sum(abs(math.log2(getattr(asked, key) / getattr(parallel, key))) for key in (*AXES, "ep")),
-            describe(parallel),
-        )
+        yield parallel
 
 
 def describe(parallel: ParallelConfig) -> str:

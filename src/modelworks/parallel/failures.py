@@ -72,7 +72,7 @@ def _wanted(error: BaseException) -> str:
     cause = next((cause for cause in _causes(error) if _says_no_memory(cause)), error)
     lines = [line for line in str(cause).splitlines() if _NO_MEMORY.search(line)]
     line = lines[0] if lines else str(cause).strip() or type(cause).__name__
-    return re.sub(r"^\[enforce fail at [^]]*\]\s*|^\.\s*", "", line).strip()
+    return re.sub(r"^.*(?=DefaultCPUAllocator)", "", line).strip()
 
 
 def _own_control_groups() -> list[Path]:

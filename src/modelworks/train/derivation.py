@@ -14,7 +14,9 @@ import torch
 
 from modelworks.config import Duration, RunConfig, TrainConfig, UserError, count_parameters, format_bytes
 from modelworks.hardware import Machine, choose_device, choose_precision
+from modelworks.layout import Layout
 from modelworks.optim import Schedule, build_schedule
+from modelworks.train.layout_decisions import layout_decisions
 from modelworks.train.memory import MemoryPrediction
 from modelworks.train.precision import PRECISIONS, Precision
 from modelworks.train.rank_memory import predict_rank_memory
@@ -66,13 +68,20 @@ class Derived:
 
 
 def derive(
-    config: RunConfig, machine: Machine, *, steps_per_epoch: float | None = None, earlier: RunConfig | None = None
+    config: RunConfig,
+    machine: Machine,
+    *,
+    steps_per_epoch: float | None = None,
+    earlier: RunConfig | None = None,
+    ranks_here: int | None = None,
 ) -> Derived:
     """Decide all that is open. steps_per_epoch: None while the data is unknown; then epochs are an error.
 
     earlier: the resolved configuration of the run that is resumed, whose choices stand wherever this one says `auto`:
-    a run must not change its precision because it was resumed on a busier machine.
+    a run must not change its precision because it was resumed on a busier machine. ranks_here: of a split run, those
+    on this machine; None: all of them.
     """
+    ranks_here = ranks_here or Layout.of(config.parallel).world_size
     decisions: list[Decision] = []
 
     def decide(key: str, value: object, reason: str) -> None:
@@ -89,7 +98,7 @@ def derive(
         decide("train.precision", choice.value, choice.reason)
         train = train.model_copy(update={"precision": choice.value})
     if train.micro_batch == "auto":
-        rows, reason = _choose_micro_batch(resolved.model_copy(update={"train": train}))
+        rows, reason = _choose_micro_batch(resolved.model_copy(update={"train": train}), ranks_here)
         decide("train.micro_batch", rows, reason)
         train = train.model_copy(update={"micro_batch": rows})
     micro_batch = int(train.micro_batch)
@@ -97,6 +106,9 @@ def derive(
     accumulation = -(-rows // micro_batch)
     of_rank = "" if rows == train.global_batch else " of each data-parallel rank"
     decide("accumulation", accumulation, f"{rows} sequences{of_rank} in micro-batches of {micro_batch}")
+    split = resolved.model_copy(update={"train": train})
+    for key, value, reason in layout_decisions(split, machine.facts, micro_batch, ranks_here):
+        decide(key, value, reason)
 
     steps = _Steps(train.global_batch * config.data.seq_len, steps_per_epoch)
     total = steps.of("train.duration", train.duration)
@@ -156,6 +168,7 @@ def _keep_earlier(config: RunConfig, earlier: RunConfig | None) -> RunConfig:
         key: getattr(earlier.train, key)
         for key in ("device", "precision", "micro_batch")
         if getattr(config.train, key) == "auto"
+        and (key != "micro_batch" or config.parallel == earlier.parallel)  # which was chosen for its layout
     }
     checkpoint = config.checkpoint
     if checkpoint.every == "auto":
@@ -163,7 +176,7 @@ def _keep_earlier(config: RunConfig, earlier: RunConfig | None) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update=kept), "checkpoint": checkpoint})
 
 
-def _choose_micro_batch(config: RunConfig) -> tuple[int, str]:
+def _choose_micro_batch(config: RunConfig, ranks_here: int) -> tuple[int, str]:
     """The largest even share of the global batch that runs at full speed and fits; rows and the reason."""
     train, seq_len = config.train, config.data.seq_len
     parallel = config.parallel
@@ -172,11 +185,12 @@ def _choose_micro_batch(config: RunConfig) -> tuple[int, str]:
     most = max(1, _rank_rows(config, train) // (parallel.pp if parallel.pp > 1 else 1))
     shares = [rows for rows in range(most, 0, -1) if _rank_rows(config, train) % rows == 0]
     fast = [rows for rows in shares if rows * seq_len <= wanted] or [1]
-    free = _free_memory(train.device)
+    free = _free_memory(train.device) // (1 if train.device == "cuda" else ranks_here)  # a device is a rank's own
     for rows in fast:
         needed = _predict(config, rows).total
         if needed <= MEMORY_SHARE * free:
-            reason = f"{rows * seq_len} tokens keep the products at full speed; needs {format_bytes(needed)}"
+            pipeline = f", in at least {parallel.pp} micro-batches that fill the pipeline" if parallel.pp > 1 else ""
+            reason = f"{rows * seq_len} tokens keep the products at full speed{pipeline}; needs {format_bytes(needed)}"
             if rows < fast[0]:
                 reason = f"needs {format_bytes(needed)} of the {format_bytes(free)} free, {fast[0]} rows would not fit"
             return rows, reason

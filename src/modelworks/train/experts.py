@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from modelworks.models import Routing, RoutingTotals, load_routing_state, routing_state, update_router_bias
+from modelworks.models import (
+    Routing,
+    RoutingTotals,
+    Transformer,
+    load_routing_state,
+    routing_state,
+    update_router_bias,
+)
 from modelworks.parallel import SplitModel, reduce_totals_
 
 
@@ -45,3 +52,12 @@ def set_expert_biases(model: SplitModel, biases: dict[str, Tensor]) -> None:
     """Set this rank's. Raises UserError where one is missing."""
     for part in model.parts.values():
         load_routing_state(part, biases)
+
+
+def whole_model(model: SplitModel) -> Transformer | None:
+    """All of the model on rank 0, with the biases of its routers; None elsewhere. Every rank must call it."""
+    biases = expert_biases(model)
+    whole = model.whole_model()
+    if whole is not None:
+        load_routing_state(whole, biases)
+    return whole

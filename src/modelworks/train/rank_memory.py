@@ -18,8 +18,10 @@ from modelworks.layout.pipeline import peak_formula, stage_layers
 from modelworks.train.memory import NARROW, WIDE, MemoryPrediction, predict_memory
 
 
-def predict_rank_memory(config: RunConfig, *, precision: str, micro_batch: int) -> MemoryPrediction:
-    """Of the rank that needs most. micro_batch: rows of one."""
+def predict_rank_memory(
+    config: RunConfig, *, precision: str, micro_batch: int, rank: int | None = None
+) -> MemoryPrediction:
+    """micro_batch: rows of one. rank: None for the one that needs most."""
     parallel = config.parallel
     whole = predict_memory(
         config.model, config.train, precision=precision, micro_batch=micro_batch, seq_len=config.data.seq_len
@@ -28,9 +30,9 @@ def predict_rank_memory(config: RunConfig, *, precision: str, micro_batch: int) 
     if layout.world_size == 1:
         return whole
     stages = stage_layers(config)
-    ranks_of_pipeline = layout.ranks(0, "pp")
+    ranks = layout.ranks(0, "pp") if rank is None else (rank,)  # those of one pipeline differ
     return max(
-        (_of_rank(config, layout, rank, stages, whole, precision, micro_batch) for rank in ranks_of_pipeline),
+        (_of_rank(config, layout, rank, stages, whole, precision, micro_batch) for rank in ranks),
         key=lambda prediction: prediction.total,
     )
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from modelworks.config import RunConfig, UserError, dump_yaml
 
-# What a run writes, and therefore all that `--overwrite` removes.
+# What a run writes, and therefore all that `--overwrite` removes. `ranks`, the output of a split run's processes, is
+# for whoever starts them.
 _CONTENTS = (
     "config.yaml",
     "records.jsonl",
@@ -29,7 +30,6 @@ _CONTENTS = (
     "tensorboard",
     "checkpoints",
     "profile",
-    "ranks",
 )
 
 
