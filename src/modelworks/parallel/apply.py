@@ -34,7 +34,10 @@ from modelworks.parallel.tensor import shard_tensor
 
 @dataclass
 class SplitModel:
-    """What this rank holds of the model. parts: by number of the (virtual) stage; plans: by full parameter name."""
+    """What this rank holds of the model. parts: by number of the (virtual) stage; plans: by full parameter name.
+
+    measures: whether the next step notes which bytes it holds, which takes a moment.
+    """
 
     config: RunConfig
     mesh: Mesh
@@ -42,6 +45,7 @@ class SplitModel:
     plans: dict[str, ParameterPlan]
     parts: dict[int, Transformer]
     gradients: GradientStore
+    measures: bool = False
     _executors: dict[int, PipelineExecutor] = field(default_factory=dict)
 
     @property

@@ -40,7 +40,10 @@ class Series:
 
 @dataclass
 class Run:
-    """A run directory in memory. config: the resolved YAML as a tree; config_text: as it stands in the file."""
+    """A run directory in memory. config: the resolved YAML as a tree; config_text: as it stands in the file.
+
+    tagged: figures of one rank, axis or stage, measured and predicted; they are in neither `series` nor `predicted`.
+    """
 
     name: str
     directory: Path
@@ -50,6 +53,7 @@ class Run:
     series: dict[str, Series]
     predicted: dict[str, Record]
     events: list[Record]
+    tagged: list[Record]
     first_time: float | None
     last_time: float | None
 
@@ -117,6 +121,7 @@ def read_run(directory: Path) -> Run:
         series={},
         predicted={},
         events=[],
+        tagged=[],
         first_time=None,
         last_time=None,
     )
@@ -135,6 +140,7 @@ def event_fields(event: Record) -> dict[str, Any]:
 
 def _add_records(run: Run, records: Iterable[Record]) -> None:
     measured: dict[str, dict[int, Record]] = {}
+    tagged: dict[tuple[Any, ...], Record] = {}
     for record in records:
         run.first_time = record.time if run.first_time is None else min(run.first_time, record.time)
         run.last_time = record.time if run.last_time is None else max(run.last_time, record.time)
@@ -142,11 +148,14 @@ def _add_records(run: Run, records: Iterable[Record]) -> None:
             run.events.append(record)
         elif isinstance(record.value, str):
             continue
+        elif record.tags:
+            tagged[record.step, record.name, record.kind, *sorted(record.tags.items())] = record
         elif record.kind == "predicted":
             run.predicted[record.name] = record
         else:
             # A step that was made again after a crash counts once, as it was made last.
             measured.setdefault(record.name, {})[record.step] = record
+    run.tagged = list(tagged.values())
     for name, by_step in measured.items():
         rows = sorted(by_step.values(), key=lambda row: row.step)
         run.series[name] = Series(

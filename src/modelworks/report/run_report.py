@@ -8,6 +8,7 @@ that have a place of their own on the page:
     predicted/X beside model/X or X   predicted, measured    environment {name: value}
     eval/<task>/<metric>              question sets          any other event: a line of the timeline
     predicted/flops_per_token, machine/peak_flops            the two sides of utilisation
+    anything with tags, pipeline/*    how the run was split  (`split.py`)
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from modelworks.report import numbers
 from modelworks.report.charts import run_charts, spread
 from modelworks.report.page import chart_items, write_page
 from modelworks.report.run_data import Run, event_fields, read_run
+from modelworks.report.split import split_section
 
 SAMPLE_LENGTH = 4000  # characters shown of one sample
 SAMPLED_STEPS = 30
 EVENTS = 200
+_ELSEWHERE = ("sample", "decision", "environment", "pipeline/timeline")  # events with a place of their own
 
 
 def write_report(run_dir: Path) -> Path:
@@ -49,6 +52,7 @@ def write_report(run_dir: Path) -> Path:
         tasks=_tasks(run),
         decisions=_decisions(run),
         predictions=_predictions(run),
+        split=split_section(run),
         timeline=timeline,
         timeline_note=timeline_note,
         environment=_environment(run),
@@ -219,7 +223,7 @@ def _exact(value: float, unit: str) -> str:
 
 
 def _timeline(run: Run) -> tuple[list[dict[str, Any]], str]:
-    shown = [event for event in run.events if event.name not in ("sample", "decision", "environment")]
+    shown = [event for event in run.events if event.name not in _ELSEWHERE]
     kept = shown[: EVENTS // 2] + shown[-(EVENTS // 2) :] if len(shown) > EVENTS else shown
     note = f"The first and last {EVENTS // 2} of {len(shown):,} events." if len(shown) > EVENTS else ""
     return [_timeline_row(run, event) for event in kept], note

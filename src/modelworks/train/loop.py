@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from modelworks.data.batch import Batch
 from modelworks.parallel import agree
+from modelworks.parallel.traffic import Volume
 from modelworks.train.derivation import Derived
 from modelworks.train.state import TrainState
 from modelworks.train.step import NonFiniteStep, StepResult, train_step
@@ -27,7 +28,10 @@ class TrainingFailed(Exception):
 
 @dataclass(frozen=True)
 class StepDone:
-    """step: updates asked for so far, this one included. seconds: the step alone, with its wait for data."""
+    """step: updates asked for so far, this one included. seconds: the step alone, with its wait for data.
+
+    sent: (axis, kind of collective) -> what this rank sent in it.
+    """
 
     step: int
     result: StepResult
@@ -35,6 +39,7 @@ class StepDone:
     seconds: float
     last: bool  # of the whole run
     stopping: bool  # asked to stop: nothing but saving should follow
+    sent: dict[tuple[str, str], Volume] = field(default_factory=dict)
 
 
 class Hook(Protocol):
@@ -55,6 +60,7 @@ def run_steps(
     stopping = agree(stop.requested, mesh)
     while state.step < derived.total_steps and not stopping:
         started = time.perf_counter()
+        mesh.traffic.take()
         mesh.labels.step(state.step + 1)
         mesh.labels.doing("data")
         batch, lr = next(source), rate(state.step)
@@ -86,6 +92,7 @@ def run_steps(
             time.perf_counter() - started,
             last=state.step == derived.total_steps,
             stopping=stopping,
+            sent=mesh.traffic.take(),
         )
         for hook in hooks:
             hook.after_step(state, done)

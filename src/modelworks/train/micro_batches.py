@@ -37,7 +37,7 @@ class MicroBatches:
     first row in the global batch. scale: of the summed losses, before they are differentiated. loss_scale: of the
     objective, for the losses that balance experts.
     losses: by micro-batch whose loss is computed here, the plain sum of w * -log p(target). routings: what layers of
-    experts noted.
+    experts noted. accumulating: in a measured step, most bytes of gradients held when a forward pass began.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class MicroBatches:
         self._contexts: dict[int, AttentionContext] = {}
         self.losses: dict[int, Tensor] = {}
         self.routings: list[Routing] = []
+        self.accumulating = 0
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -80,6 +81,8 @@ class MicroBatches:
     def forward(self, stage: int, part: Transformer, index: int, inputs: dict[str, Tensor]) -> Outputs:
         """One stage on one micro-batch: what goes to the next stage, or the objective to differentiate."""
         micro = self._parts[index]
+        if self._model.measures:
+            self.accumulating = max(self.accumulating, self._model.gradients.bytes()["gradients"])
         with self._precision.autocast(micro.tokens.device):
             first = micro.tokens if part.part.first else inputs["hidden"]
             hidden = part(first, micro.positions, self._context(index))

@@ -74,6 +74,8 @@ class RunLog:
     def _show(self, record: Record) -> None:
         if self._board is None:
             return
+        if record.tags:  # of one rank: a curve of all of them would be none
+            return
         if isinstance(record.value, float) and record.kind == "measured":
             self._board.add_scalar(record.name, record.value, record.step)
         elif record.name == "sample":

@@ -19,7 +19,7 @@ class Result:
     """How a run ended. losses in nats per token, of the last step and the last evaluation; mfu and
     tokens_per_second are medians over this process's steps. stopped_by: the signal's name, None for a run that
     reached its end. last_save_failed: the newest state is not on disk. sample: {prompt, text} of the last
-    evaluation."""
+    evaluation. parallel: of a split run, what it last measured of its split beside the formulas (`SplitRecords`)."""
 
     steps: int
     tokens: int
@@ -37,13 +37,14 @@ class Result:
     sample: dict[str, str] | None = None
     stopped_by: str | None = None
     last_save_failed: bool = False
+    parallel: dict[str, Any] | None = None
 
 
 def with_earlier_figures(result: Result, summary: Mapping[str, Any]) -> Result:
     """The result of a run that was at its end already: what its steps measured is in the summary written then."""
     if summary.get("steps") != result.steps:
         return result
-    of_steps = ("train_loss", "tokens_per_second", "mfu", "seconds", "peak_memory", "sample")
+    of_steps = ("train_loss", "tokens_per_second", "mfu", "seconds", "peak_memory", "sample", "parallel")
     return replace(result, **{name: summary[name] for name in of_steps if summary.get(name) is not None})
 
 

@@ -15,7 +15,7 @@ are the same numbers on every rank, so all ranks decide alike.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,12 +32,14 @@ from modelworks.train.precision import LossScaler, Precision
 @dataclass(frozen=True)
 class StepResult:
     """loss: nats per target token, without z-loss and smoothing. grad_norm: of the unscaled gradients before
-    clipping. applied: False where fp16 overflowed and the update was skipped. routing: figures of experts, by name."""
+    clipping. applied: False where fp16 overflowed and the update was skipped. routing: figures of experts, by name.
+    held: in a measured step, bytes on this rank at the update by category, and `gradients_accumulating` before it."""
 
     loss: float
     grad_norm: float
     applied: bool
     routing: dict[str, float]
+    held: dict[str, int] = field(default_factory=dict)
 
 
 class NonFiniteStep(Exception):
@@ -148,12 +150,16 @@ def apply_gradients(
         model.gradients.end_step()
         raise NonFiniteStep(loss, norm, _bad_rows(model, gradients))
     routing: dict[str, float] = {}
+    held: dict[str, int] = {}
+    if model.measures:
+        held = {**model.gradients.bytes(), "optimizer": optimizer.state_bytes()}
+        held["gradients_accumulating"] = gradients.micro.accumulating
     if good:
         optimizer.step(by_name, lr)
         model.gradients.after_update()
         routing = balance_experts(model, gradients.micro.routings, config.train.global_batch)
     model.gradients.end_step()
-    return StepResult(loss, norm, applied=good, routing=routing)
+    return StepResult(loss, norm, applied=good, routing=routing, held=held)
 
 
 def data_rows(model: SplitModel, global_batch: int) -> slice:

@@ -40,7 +40,8 @@ class PipelineExecutor:
     and to gather, free and reduce; None where gradients just add up in `grad`. record: keep `timeline`.
     Raises ValueError where the program is wrong or does not belong to these parts.
 
-    peak_held: stage -> most micro-batches whose activations it held at once in the last run.
+    peak_held: stage -> most micro-batches whose activations it held at once in the last run; peak_held_together: of
+    all stages of this rank, each counting its own.
     timeline: this rank's computations and waits of the last run, in seconds of `time.perf_counter`.
     """
 
@@ -72,6 +73,7 @@ class PipelineExecutor:
         split = {action.stage for action in program[mesh.place("pp")] if action.kind == "backward_weight"}
         self.deferred: dict[int, DeferredWeights] = {stage: defer_weights(parts[stage]) for stage in sorted(split)}
         self.peak_held: dict[int, int] = {}
+        self.peak_held_together = 0
         self.timeline: list[Timed] = []
         self._forward_programs: dict[int, Program] = {}
 
@@ -90,6 +92,10 @@ class PipelineExecutor:
         run = _Run(self, program[self.mesh.place("pp")], forward, training, edge_shapes or {})
         self.timeline, self.peak_held = run.timeline, run.peak_held
         objectives = run.perform()
+        self.peak_held_together = run.peak_held_together
+        if not training and self.gradients is not None:
+            for names in self.names.values():  # no backward comes that would free what its forward has gathered
+                self.gradients.reshard(names)
         return [objectives.get(index) for index in range(n_micro_batches)]
 
     def _forward_program(self, n_micro_batches: int) -> Program:
@@ -131,6 +137,7 @@ class _Run:
         self.timeline: list[Timed] = []
         self.held: dict[int, int] = dict.fromkeys(executor.parts, 0)
         self.peak_held: dict[int, int] = dict.fromkeys(executor.parts, 0)
+        self.peak_held_together = 0
         self.objectives: dict[int, Tensor] = {}
         self.split = {action[1:] for action in actions if action.kind == "backward_weight"}
         ends = {action.stage: action for action in actions if action.kind in ("backward", "backward_weight")}
@@ -181,6 +188,7 @@ class _Run:
             self.graphs[stage, micro_batch] = _Graph(inputs, roots, objective)
             self.held[stage] += 1
             self.peak_held[stage] = max(self.peak_held[stage], self.held[stage])
+            self.peak_held_together = max(self.peak_held_together, sum(self.held.values()))
         if stage + 1 < len(self.ranks):
             self.outputs[stage, micro_batch] = {name: tensor.detach() for name, tensor in outputs.items()}
 
