@@ -69,6 +69,6 @@ def _print(verdict: Verdict, output: Output) -> None:
     worst = f", worst parameter {found.worst_parameter}" if found.worst_parameter else ""
     said = "equal" if verdict.equal else "DIFFERENT"
     output.print(
-        f"{said}: {verdict.ranks} ranks and one process, {verdict.steps} steps in {verdict.precision}{worst} "
+        f"{said}: {verdict.ranks} rank{'s' * (verdict.ranks > 1)} and one process, {verdict.steps} steps in {verdict.precision}{worst} "
         f"({verdict.seconds:.0f} s)"
     )

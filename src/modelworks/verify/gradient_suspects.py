@@ -94,9 +94,9 @@ def _by_rows(ours: Mapping[str, Tensor], config: RunConfig, wrong: Sequence[str]
             odd.setdefault(f"{count:.4g}" if abs(count) > 1e-6 else "0", []).append(row)
     if not odd:
         return None
-    said = ", ".join(f"{count} times rows {', '.join(map(str, which))}" for count, which in odd.items())
+    said = "; ".join(f"rows {', '.join(map(str, which))} are there {count} times" for count, which in odd.items())
     whose = _whose({row for which in odd.values() for row in which}, used, config)
-    return f"rows: the gradients hold {said} instead of once: {whose}"
+    return f"rows: each belongs into the gradients once, and {said}: {whose}"
 
 
 def _whose(odd: set[int], used: Tensor, config: RunConfig) -> str:

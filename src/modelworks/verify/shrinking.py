@@ -15,6 +15,7 @@ from modelworks.config import ModelConfig, ParallelConfig, RunConfig
 from modelworks.layout import check_layout
 
 HEAD_DIM = 8
+LONGEST_WAIT = 120.0  # seconds: a step of the small run takes less than one
 LEAST_LENGTH = 24  # tokens: a few documents fit in a row
 
 
@@ -37,7 +38,13 @@ def shrink(config: RunConfig) -> RunConfig:
                     "compile": False,
                 }
             ),
-            "parallel": parallel.model_copy(update={"pp_partition": _partition(config), "bucket_size": 16 << 10}),
+            "parallel": parallel.model_copy(
+                update={
+                    "pp_partition": _partition(config),
+                    "bucket_size": 16 << 10,
+                    "timeout": min(parallel.timeout, LONGEST_WAIT),
+                }
+            ),
             "init_from": None,
         }
     )
