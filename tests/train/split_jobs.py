@@ -1,4 +1,4 @@
-"""What a worker of the pool does in the tests of split runs: `train` on its rank, with one thing changed at one step."""
+"""What a worker of the pool does in the tests of split runs: `train` on its rank, with one thing changed."""
 
 from __future__ import annotations
 

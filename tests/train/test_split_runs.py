@@ -11,7 +11,7 @@ import pytest
 import split_jobs
 import torch
 
-from modelworks.checkpoint import latest_checkpoint, open_checkpoint
+from modelworks.checkpoint import latest_checkpoint, load_model, open_checkpoint
 from modelworks.config import RunConfig, dump_yaml
 from modelworks.layout import Layout
 from modelworks.records import read_records

@@ -14,6 +14,7 @@ from modelworks.models import Transformer
 from modelworks.train.derivation import Derived
 from modelworks.train.evaluation.samples import sample_texts
 from modelworks.train.evaluation.validation import TextScore, score_split
+from modelworks.train.experts import whole_model
 from modelworks.train.loop import StepDone
 from modelworks.train.recording import MemoryMeter, RunLog
 from modelworks.train.state import TrainState, first_not_finite
@@ -103,7 +104,7 @@ class Validation:
             f"{score.bits_per_byte:.4f} bits per byte"
         )
         if self.prompts:
-            model = state.model.whole_model()
+            model = whole_model(state.model)
             if model is not None:
                 self._write_samples(state, model)
 

@@ -7,9 +7,10 @@ resumed run may change) is checked before the first step, and nothing of an earl
 from __future__ import annotations
 
 import signal
+import socket
 import time
-from contextlib import nullcontext
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +20,22 @@ from rich.console import Console
 from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, open_model
 from modelworks.config import RunConfig, UserError, resume_differences, training_flops_per_token
 from modelworks.data import Dataset, TrainLoader, build_dataset, compression_baselines, validation_batches
-from modelworks.hardware import Machine, choose_threads, facts, measure_machine, peak_flops
+from modelworks.hardware import Machine, MachineFacts, choose_threads, facts, measure_machine
 from modelworks.layout import Layout, check_layout
 from modelworks.parallel import Mesh, single_process
 from modelworks.train import run_directory
-from modelworks.train.beginning import compute_name, print_decisions, record_start
+from modelworks.train.beginning import job_peak, print_decisions, record_start
 from modelworks.train.derivation import Derived, derive
 from modelworks.train.evaluation.samples import choose_prompts
+from modelworks.train.experts import whole_model
 from modelworks.train.hooks import Checkpoints, Questions, Recording, Validation, describe_speed
 from modelworks.train.loop import Hook, TrainingFailed, run_steps
+from modelworks.train.one_rank import on_rank_0
+from modelworks.train.out_of_memory import OutOfMemory
 from modelworks.train.profiling import Profile
 from modelworks.train.recording import MemoryMeter, RunLog
 from modelworks.train.result import Result, build_result, with_earlier_figures
+from modelworks.train.split_records import SplitRecords
 from modelworks.train.start import build_state, check_vocabulary
 from modelworks.train.state import TrainState
 from modelworks.train.step import data_rows
@@ -66,21 +71,28 @@ def train(
     main = mesh.is_main
     console = console or Console(quiet=True)
     started = time.monotonic()
-    with run_directory.locked(run_dir) if main else nullcontext():
-        if main:
+    hosts = mesh.group("world").gather_objects(socket.gethostname())
+    ranks_here = hosts.count(socket.gethostname())
+    with ExitStack() as held:
+
+        def take_directory() -> Path | None:
+            held.enter_context(run_directory.locked(run_dir))
             run_directory.check_use(run_dir, resume=resume, overwrite=overwrite)
+            return _find_checkpoint(run_dir, console) if resume else None
+
+        path = on_rank_0(mesh, take_directory)
         tasks = check_references(config)
-        path = mesh.shared(_find_checkpoint(run_dir, console) if resume and main else None)
         checkpoint = open_checkpoint(path) if path else None
-        machine = mesh.shared(machine or (measure(config, console) if main else None))
-        if main:  # the others find it built
-            build_dataset(config.data, progress=not console.quiet)
-        mesh.group("world").barrier()
+        measured: Machine = mesh.shared(machine or (measure(config, console, ranks_here=ranks_here) if main else None))
+        on_rank_0(mesh, lambda: _build_dataset(config, console))  # the others find it built
         dataset = build_dataset(config.data, progress=False)
         loader = TrainLoader(dataset, config.data, config.seed, config.train.global_batch)
         earlier = checkpoint.config if checkpoint else None
-        derived = derive(config, machine, steps_per_epoch=loader.steps_per_epoch, earlier=earlier) if main else None
-        derived = mesh.shared(derived)
+        epoch = loader.steps_per_epoch
+        derived = on_rank_0(
+            mesh,
+            lambda: derive(config, measured, steps_per_epoch=epoch, earlier=earlier, ranks_here=ranks_here),
+        )
         mesh.device = own_device(derived.device)
         changes = []
         if checkpoint:
@@ -93,7 +105,9 @@ def train(
 
         memory = MemoryMeter(derived.device)
         memory.reset()
+        memory_report = held.enter_context(OutOfMemory(derived, mesh, ranks_here))
         state = build_state(derived, mesh, checkpoint, scratch=run_dir / "offload")
+        memory_report.state = state
         if checkpoint:
             state.restore(checkpoint)
             if _measure_of_best(checkpoint.config) != _measure_of_best(config):
@@ -107,13 +121,14 @@ def train(
             run_directory.write_config(run_dir, derived.config)
         log = RunLog(run_dir if main else None, first_step=state.step)
         print_decisions(derived, console)
-        if machine.disturbed:
+        if measured.disturbed:
             busy = "other programs were busy while this machine was measured: utilisation (MFU) reads too high"
             console.print(f"warning: {busy}", markup=False)
             log.event(state.step, "warning", busy)
         for text in [*remarks, *(f"changed on resume: {change}" for change in changes)]:
             console.print(text, markup=False)
             log.event(state.step, "remark", text)
+        peak = job_peak(derived, measured, len(set(hosts)))
         terminal = Terminal(console, total_steps=derived.total_steps, log_every=config.train.log_every)
         recording = Recording(
             log,
@@ -121,7 +136,7 @@ def train(
             memory,
             loader.tokens_per_step,
             training_flops_per_token(config.model, config.data.seq_len).training,
-            peak_flops(machine, compute_name(derived)).flops,
+            peak.flops,
         )
         validation = Validation(
             log,
@@ -147,14 +162,17 @@ def train(
             protect=[checkpoint.path] if checkpoint else [],
             latest=checkpoint.path if checkpoint else None,
         )
+        memory_report.kept = checkpoints.kept
         baselines = {}
         if main:
             compressors = compression_baselines(
                 dataset, max_tokens=config.evaluate.max_tokens, progress=not console.quiet
             )
             baselines = {name: row.best for name, row in compressors.items()}
-        record_start(log, state, derived, baselines, machine)
-        hooks: list[Hook] = [recording, validation]
+        record_start(log, state, derived, baselines, measured, peak)
+        split = SplitRecords(log, derived, state, run_dir) if mesh.layout.world_size > 1 else None
+        # Before the evaluation, which goes through the same executor.
+        hooks: list[Hook] = [recording, *([split] if split else []), validation]
         if questions:
             hooks.append(Questions(log, terminal, derived.tasks_every, questions))
         hooks.append(checkpoints)
@@ -185,6 +203,8 @@ def train(
                 state, derived, loader, recording, validation, checkpoints, baselines, started, stop.signal
             )
             log.figure(state.step, "memory/training_peak", memory.peak() - memory.at_reset, "bytes")
+            if split:
+                result = replace(result, parallel=split.latest)
             if not recording.losses:
                 result = with_earlier_figures(result, earlier_summary)
             if main and not result.stopped_by:
@@ -221,10 +241,21 @@ def check_references(config: RunConfig) -> TaskRunner | None:
     return tasks
 
 
-def measure(config: RunConfig, console: Console) -> Machine:
-    """This machine's figures, on the device that the run will use, with the threads that it will use."""
+def measure(config: RunConfig, console: Console, *, ranks_here: int = 1) -> Machine:
+    """This machine's figures, on the device that the run will use, with the threads that it will use.
+
+    ranks_here: processes of the run on this machine, which wait meanwhile. Its threads are those of all of them.
+    """
     found = facts(accelerator=True)
-    torch.set_num_threads(int(choose_threads(found).value))
+    own = int(choose_threads(found).value)
+    torch.set_num_threads(min(found.cores, own * ranks_here))
+    try:
+        return _measure_device(config, console, found)
+    finally:
+        torch.set_num_threads(own)
+
+
+def _measure_device(config: RunConfig, console: Console, found: MachineFacts) -> Machine:
     device = config.train.device
     if device == "cuda" and found.accelerator is None:
         raise UserError("train.device is cuda, but torch finds no GPU here; use cpu or auto")
@@ -233,6 +264,10 @@ def measure(config: RunConfig, console: Console) -> Machine:
     return measure_machine(
         device=device, progress=lambda what: console.print(f"measuring this machine: {what}", markup=False)
     )
+
+
+def _build_dataset(config: RunConfig, console: Console) -> None:
+    build_dataset(config.data, progress=not console.quiet)
 
 
 def own_device(device: torch.device) -> torch.device:
@@ -275,8 +310,12 @@ def _questions(tasks: TaskRunner | None, derived: Derived, tokenizer: Any) -> An
 
     def run(state: TrainState) -> dict[str, float]:
         """Asked by rank 0 of the whole model; the answers are everybody's, since they may decide which step is best."""
-        model = state.model.whole_model()
-        answers = {} if model is None else dict(tasks.run(model, tokenizer, precision=derived.precision))
-        return dict(state.model.mesh.shared(answers))
+        model = whole_model(state.model)
+
+        def ask() -> dict[str, float]:
+            assert model is not None
+            return dict(tasks.run(model, tokenizer, precision=derived.precision))
+
+        return on_rank_0(state.model.mesh, ask)
 
     return run
