@@ -88,7 +88,10 @@ def _train(
     run: RunConfig, run_dir: Path, output: Output, *, resume: bool, overwrite: bool, profile: bool
 ) -> Result | None:
     """In this process, or on all ranks of the layout; None where this process is not the one that speaks."""
-    if Layout.of(run.parallel).world_size > 1 or "WORLD_SIZE" in os.environ:
+    is_rank = "WORLD_SIZE" in os.environ  # of a job whose number of processes is decided
+    if not is_rank:
+        check_layout(run)
+    if is_rank or Layout.of(run.parallel).world_size > 1:
         from modelworks.cli.train_rank import train_split
 
         return train_split(run, run_dir, resume=resume, overwrite=overwrite, profile=profile, json=output.json)
@@ -150,7 +153,9 @@ def _dry_run(run: RunConfig, output: Output) -> dict[str, Any]:
 
 def _program() -> str:
     """How this program was called, where its bare name would not find it: in a virtual environment not activated."""
-    return "modelworks" if shutil.which("modelworks") else os.path.relpath(sys.argv[0])
+    if shutil.which("modelworks"):
+        return "modelworks"
+    return "python -m modelworks" if Path(sys.argv[0]).name == "__main__.py" else os.path.relpath(sys.argv[0])
 
 
 def _model_name(run: RunConfig, runs_dir: Path) -> str:

@@ -21,7 +21,7 @@ from modelworks.cli.output import Output
 from modelworks.config import RunConfig, UserError, dump_yaml, parse_run_config
 from modelworks.layout import Layout, check_layout
 from modelworks.parallel import RankFailed, RankLost, World, build_mesh, joined, launch, process_group
-from modelworks.train import Result, TrainingFailed, keep_freed_memory, train
+from modelworks.train import Result, TrainingFailed, check_references, keep_freed_memory, run_directory, train
 
 if TYPE_CHECKING:
     from modelworks.parallel import Mesh
@@ -36,7 +36,8 @@ def train_split(
     world = joined()
     if world is not None:
         return _train_joined(config, run_dir, world, Output(json=json), **flags)
-    check_layout(config)
+    run_directory.check_use(run_dir, resume=resume, overwrite=overwrite)  # rank 0 does, but in a while
+    check_references(config)
     _remove_old_output(run_dir / "ranks")
     directory = run_dir / "ranks" / str(os.getpid())
     arguments = {"config": dump_yaml(config), "run_dir": str(run_dir), "json": json, **flags}

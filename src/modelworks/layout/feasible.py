@@ -63,7 +63,7 @@ def _fitting(config: RunConfig, world_size: int) -> Iterator[ParallelConfig]:
     for degrees in _factorisations(world_size, len(AXES)):
         place = dict(zip(AXES, degrees, strict=True))
         changes: dict[str, object] = {**place, "zero": (asked.zero or 1) if place["dp_shard"] > 1 else 0}
-        if place["pp"] != asked.pp:
+        if place["pp"] != asked.pp or place["pp"] == 1:
             changes |= {"pp_schedule": "1f1b", "pp_virtual": 1, "pp_partition": "auto", "pp_gather": "step"}
         data = place["dp_replicate"] * place["dp_shard"] * place["cp"]
         changes["ep"] = math.gcd(asked.ep, data)
@@ -117,7 +117,10 @@ def _tensor(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     if model.n_heads % tp:
         yield f"parallel.tp: got {tp}, expected a divisor of model.n_heads = {model.n_heads}"
     elif model.n_kv_heads % tp and tp % model.n_kv_heads:
-        yield (f"parallel.tp: got {tp}, expected a divisor or a multiple of model.n_kv_heads = {model.n_kv_heads}")
+        yield f"parallel.tp: got {tp}, expected a divisor or a multiple of model.n_kv_heads = {model.n_kv_heads}"
+    for key in ("vocab_size", "d_ff"):
+        if getattr(model, key) < tp:
+            yield f"parallel.tp: got {tp}, expected at most model.{key} = {getattr(model, key)}"
 
 
 def _context(config: RunConfig) -> Iterator[str]:
