@@ -13,7 +13,7 @@ import argparse
 import subprocess
 import sys
 
-MINUTES = {"loader": 1, "loss_memory": 4, "residual_depth": 6, "train_throughput": 12}
+MINUTES = {"loader": 1, "loss_memory": 4, "parallel": 9, "residual_depth": 6, "train_throughput": 12}
 LONG = {"arc_easy_parity": 20}
 
 
