@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import modelworks.optim.adamw
 import modelworks.parallel.apply
 import modelworks.parallel.data
 import modelworks.parallel.expert
@@ -251,6 +252,35 @@ def _clipping_forgotten(mesh: Mesh) -> Any:
     )
 
 
+def _sums_in_low_precision(mesh: Mesh) -> Any:
+    return patch(ReplicatedStore, "_widen", lambda self, name: None)
+
+
+def _no_master_weights(mesh: Mesh) -> Any:
+    build = modelworks.verify.runs.build_optimizer
+
+    def without(*arguments: Any, **more: Any) -> Any:
+        with patch(modelworks.optim.adamw, "_LOW_PRECISION", ()):
+            return build(*arguments, **more)
+
+    return patch(modelworks.verify.runs, "build_optimizer", _once(without, build))
+
+
+def _once(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    """The split run comes first."""
+    calls = iter([first])
+    return lambda *arguments, **more: next(calls, then)(*arguments, **more)
+
+
+def _loss_scale_kept(mesh: Mesh) -> Any:
+    apply = modelworks.verify.runs.apply_gradients
+    return patch(
+        modelworks.verify.runs,
+        "apply_gradients",
+        lambda *arguments, loss_scale, **more: apply(*arguments, loss_scale=1.0, **more),
+    )
+
+
 def _nothing(mesh: Mesh) -> Any:
     return patch(torch, "_unused", None, create=True)
 
@@ -297,5 +327,12 @@ FAULTS: dict[str, Fault] = {
     "copies drift apart": Fault("llama", {"tp": 2}, _copies_not_averaged_alike, r"^update: rank 1.*norm"),
     "clipping forgotten": Fault("llama", {"dp_replicate": 2}, _clipping_forgotten, r"^update.*clipping"),
     "not a number": Fault("llama", {"dp_replicate": 2}, _nan_on_last_rank, r"not finite"),
+    "sums in low precision": Fault(
+        "llama", {"dp_replicate": 2}, _sums_in_low_precision, r"^gradients.*dtype of sums", train={"precision": "bf16"}
+    ),
+    "no master weights": Fault(
+        "tied", {"dp_shard": 2, "zero": 1}, _no_master_weights, r"^update.*master", train={"precision": "bf16"}
+    ),
+    "loss scale kept": Fault("llama", {"pp": 2}, _loss_scale_kept, r"^loss scale.*1024", train={"precision": "fp16"}),
     "none": Fault("llama", {"dp_replicate": 2}, _nothing, r""),
 }

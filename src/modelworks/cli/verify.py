@@ -59,16 +59,22 @@ def _print(verdict: Verdict, output: Output) -> None:
 
     found = verdict.comparison
     output.print(f"made small: {verdict.shrunk}")
-    unit = "relative error" if verdict.precision == "float64" else "times one process's own distance from float64"
+    unit = "relative error" if verdict.precision == "float64" else "error, against one process and float64"
     table = Table("quantity", unit, "bound", "", box=None, pad_edge=False)
     for quantity, error in found.errors.items():
-        table.add_row(quantity, f"{error:.2e}", f"{found.bound:g}", "" if error <= found.bound else "differs")
+        table.add_row(
+            quantity,
+            f"{error:.2e}",
+            f"{found.bounds[quantity]:g}",
+            "" if error <= found.bounds[quantity] else "differs",
+        )
     output.console.print(table)
     for suspect in found.suspects:
         output.print(f"suspect: {suspect}")
     worst = f", worst parameter {found.worst_parameter}" if found.worst_parameter else ""
     said = "equal" if verdict.equal else "DIFFERENT"
+    ranks = "1 rank" if verdict.ranks == 1 else f"{verdict.ranks} ranks"
     output.print(
-        f"{said}: {verdict.ranks} rank{'s' * (verdict.ranks > 1)} and one process, {verdict.steps} steps in {verdict.precision}{worst} "
+        f"{said}: {ranks} and one process, {verdict.steps} steps in {verdict.precision}{worst} "
         f"({verdict.seconds:.0f} s)"
     )

@@ -19,16 +19,16 @@ BOUND_FLOAT64 = 1e-10
 
 @dataclass(frozen=True)
 class Comparison:
-    """errors: the largest of each quantity (initial, loss, gradient, norm, update, copies). by_parameter: of the
-    gradients of the first step in which one differs, or of updates where only those do; worst_parameter: the largest.
-    suspects: what to look at, most telling first; empty when equal.
+    """errors: the largest of each quantity (initial, loss, gradient, norm, update, copies); bounds: of the same.
+    by_parameter: of the gradients of the first step in which one differs, or of updates where only those do;
+    worst_parameter: the largest. suspects: what to look at, most telling first; empty when equal.
 
     first_layer, first_part: the first place of the forward pass that differs (`input`, `attention`, `feed_forward` or
     `output` of a layer); None where all agree.
     """
 
     equal: bool
-    bound: float
+    bounds: dict[str, float]
     errors: dict[str, float]
     worst_parameter: str | None
     first_layer: int | None
@@ -53,4 +53,4 @@ def compare(whole: Observed, split: Observed, config: RunConfig, bound: float = 
     worst = found.missing[0] if found.missing else max(table, key=lambda name: table[name], default=None)
     layer, part = found.place or (None, None)
     suspects = [] if equal else name_suspects(whole, split, config, found, bound)
-    return Comparison(equal, bound, errors, worst, layer, part, table, suspects)
+    return Comparison(equal, dict.fromkeys(errors, bound), errors, worst, layer, part, table, suspects)

@@ -38,6 +38,7 @@ from modelworks.verify.hidden import HiddenRecorder
 from modelworks.verify.observed import Observed
 
 FLOAT64 = Precision("float64", torch.float64)
+LOSS_SCALE = 1024.0  # of fp16: large enough to be noticed where it is not undone, and nothing overflows
 
 
 def run_whole(config: RunConfig, steps: int, precision: Precision) -> Observed:
@@ -45,15 +46,16 @@ def run_whole(config: RunConfig, steps: int, precision: Precision) -> Observed:
     model = _whole_model(config, precision.parameter_dtype)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     observed = Observed([], [], [], _copies(dict(model.named_parameters())), {})
+    scale = LOSS_SCALE if precision.scales_loss else 1.0
     for step in range(steps):
         batch = verification_batch(config, step)
-        recorder = HiddenRecorder([model]) if step == 0 else None
-        routing = Routing(1.0 / batch.n_rows, config.data.seq_len) if config.model.n_experts else None
+        recorder = HiddenRecorder([model]) if step == 0 and precision == FLOAT64 else None
+        routing = Routing(scale / batch.n_rows, config.data.seq_len) if config.model.n_experts else None
         loss, total = _whole_loss(model, batch, config, step, precision, routing)
-        (loss / total).backward()  # type: ignore[no-untyped-call]
+        (loss * scale / total).backward()  # type: ignore[no-untyped-call]
         if recorder is not None:
             observed.hidden.update(recorder.whole())
-        gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
+        gradients = {name: _gradient(parameter) / scale for name, parameter in model.named_parameters()}
         norm = _norm(gradients, float(config.train.grad_clip_norm))
         observed.losses.append(_mean_nll(model, batch, config, step, precision))
         observed.norms.append(norm)
@@ -67,7 +69,7 @@ def run_whole(config: RunConfig, steps: int, precision: Precision) -> Observed:
             totals.add(routing)
             update_router_bias(model, totals.loads())
         model.zero_grad()
-    observed.final.update(_copies(dict(model.named_parameters())))
+    observed.final.update(_copies(_updated(dict(model.named_parameters()), optimizer)))
     return observed
 
 
@@ -95,28 +97,31 @@ def _observe_split(
     observed = Observed([], [], [], _assembled(model, model.stored), {})
     observed.copies.append(_worst_copies(model, observed.initial))
     micro_batch = int(config.train.micro_batch)
+    scale = LOSS_SCALE if precision.scales_loss else 1.0
     sent = mesh.traffic.take()
     for step in range(steps):
         mesh.labels.step(step + 1)
         batch = verification_batch(config, step).rows(data_rows(model, config.train.global_batch))
-        recorder = HiddenRecorder(list(model.parts.values())) if step == 0 else None
+        listens = step == 0 and precision == FLOAT64
+        recorder = HiddenRecorder(list(model.parts.values())) if listens else None
         mesh.traffic.take()
-        gradients = compute_gradients(model, batch, config, step=step, micro_batch=micro_batch, precision=precision)
+        gradients = compute_gradients(
+            model, batch, config, step=step, micro_batch=micro_batch, precision=precision, loss_scale=scale
+        )
         if recorder is not None:
             observed.hidden.update(recorder.split(model))
-        found = _assembled(model, gradients.by_name)
+        found = {name: gradient / scale for name, gradient in _assembled(model, gradients.by_name).items()}
         observed.gradients.append(found)
         observed.losses.append(gradients.loss)
         try:
-            observed.norms.append(
-                apply_gradients(model, optimizer, gradients, config, lr=config.optimizer.lr).grad_norm
-            )
+            done = apply_gradients(model, optimizer, gradients, config, lr=config.optimizer.lr, loss_scale=scale)
+            observed.norms.append(done.grad_norm)
         except NonFiniteStep as stop:
             observed.norms.append(stop.grad_norm)
             break
         sent = mesh.traffic.take()
-    observed.final.update(_assembled(model, model.stored))
-    observed.copies.append(_worst_copies(model, observed.final))
+    observed.copies.append(_worst_copies(model, _assembled(model, model.stored)))
+    observed.final.update(_assembled(model, _updated(model.stored, optimizer)))
     mesh.traffic.volumes = sent  # of a step alone, without what comparing sends
     return observed if mesh.is_main else None
 
@@ -226,6 +231,12 @@ def _fill(spec: ShardSpec, out: Tensor, config: RunConfig) -> None:
         initialize_slice(noise, config.model, replace(spec, name=f"{spec.name}.noise"), config.seed)
         with torch.no_grad():
             out += noise
+
+
+def _updated(parameters: Mapping[str, Tensor], optimizer: AdamW) -> dict[str, Tensor]:
+    """What the optimiser updates: the float32 copy of a parameter in low precision, where it has one."""
+    masters = {name.removesuffix("/master"): tensor for name, tensor in optimizer.named_state() if "/master" in name}
+    return {name: masters.get(name, tensor.float() if masters else tensor) for name, tensor in parameters.items()}
 
 
 def _worst_copies(model: SplitModel, whole: Mapping[str, Tensor]) -> dict[str, tuple[float, int]]:

@@ -4,8 +4,12 @@ The run is made small (`shrink`), then run twice from the same seed and batches:
 whole in one process, in float64. Floating-point addition is not associative, so results differ by rounding, which in
 float64 is about 1e-15; a bug is rarely below 1e-6. A bound of 1e-10 leaves no doubt which it is.
 
-In bf16 both runs are noisy. There the truth is a float64 run, and the split run may be at most a few times as far from
-it as the whole bf16 run is: what float64 cannot see (master weights, the dtype of sums, loss scaling) shows there.
+In low precision both runs are noisy. There the truth is a float64 run, and the split run may be about as far from it as
+the whole run is: what float64 cannot see (master weights, the dtype of sums, loss scaling) shows there.
+
+What a verification does not see: the real size (memory, numbers that only grow large, buckets and chunks of real
+length), other devices, their kernels and NCCL, torch.compile, real data and its loader, checkpoints, evaluation, other
+steps of the schedule than the first, and a fault that one process has too.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from modelworks.layout import Layout
 from modelworks.parallel import Mesh, SplitModel, build_mesh, joined, launch, process_group, single_process
 from modelworks.train import PRECISIONS, Precision
 from modelworks.verify.compare import BOUND_FLOAT64, Comparison, compare
-from modelworks.verify.noise import compare_noisy
+from modelworks.verify.noise import compare_noisy, noisy_run
 from modelworks.verify.runs import FLOAT64, run_split, run_whole
 from modelworks.verify.shrinking import describe, shrink
 
@@ -54,7 +58,7 @@ class Verdict:
             "verdict": "equal" if found.equal else "different",
             "worst_parameter": found.worst_parameter,
             "max_relative_error": found.errors,
-            "bound": found.bound,
+            "bounds": found.bounds,
             "first_layer": found.first_layer,
             "first_part": found.first_part,
             "suspects": found.suspects,
@@ -105,7 +109,9 @@ def verify_on(
 ) -> tuple[Comparison | None, SplitModel]:
     """Both runs and their comparison, which is on rank 0; every rank of the mesh must call it. small: as `shrink`
     makes it."""
-    chosen = FLOAT64 if precision == "float64" else _own_precision(small)
+    chosen = FLOAT64
+    if precision != "float64":
+        chosen, small = _own_precision(small), noisy_run(small)
     split, model = run_split(small, steps, chosen, mesh)
     if split is None:
         return None, model
@@ -116,9 +122,9 @@ def verify_on(
 
 
 def _own_precision(config: RunConfig) -> Precision:
-    """The run's own precision; bf16 where it was left to the machine."""
+    """The run's own precision; bf16 where it was left to the machine, or is float32, of which float64 says enough."""
     name = config.train.precision
-    return PRECISIONS["bf16" if name in ("auto", "fp16", "fp32") else name]
+    return PRECISIONS["bf16" if name in ("auto", "fp32") else name]
 
 
 def _measured(model: SplitModel) -> dict[str, Any]:
