@@ -84,6 +84,19 @@ def test_a_norm_that_is_not_finite_is_returned_and_nothing_is_scaled(bad: float,
     assert torch.equal(flat(gradients).nan_to_num(), before.nan_to_num())
 
 
+@pytest.mark.parametrize("p", [2.0, 3.0, math.inf])
+def test_a_nan_is_not_lost_among_other_ranks(p: float) -> None:
+    """Gloo takes the maximum over ranks by a comparison, which NaN fails: the other number is kept."""
+
+    def with_another_rank(value: Tensor, how: str) -> Tensor:
+        other = torch.ones((), dtype=value.dtype)
+        return other + value if how == "sum" else torch.where(value > other, value, other)
+
+    gradients = make_gradients()
+    gradients["b"][3] = math.nan
+    assert not math.isfinite(clip_gradients(gradients, 1e-3, p, reduce=with_another_rank))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_finite_gradients_are_not_taken_for_infinite(dtype: torch.dtype) -> None:
     gradients = {"a": torch.full((4,), 1e30, dtype=dtype)}

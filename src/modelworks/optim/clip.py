@@ -70,7 +70,9 @@ def _scaled_norm(gradients: Sequence[Tensor], p: float, combine: Reduce) -> floa
 
 def _largest(gradients: Sequence[Tensor], combine: Reduce) -> Tensor:
     norms = [torch.linalg.vector_norm(gradient, ord=math.inf).double() for gradient in gradients]
-    return combine(torch.stack(norms).max() if norms else torch.zeros((), dtype=torch.float64), "max")
+    largest = torch.stack(norms).max() if norms else torch.zeros((), dtype=torch.float64)
+    # Backends take the maximum over ranks by a comparison, which a NaN may lose; an infinity wins.
+    return combine(largest.masked_fill(largest.isnan(), math.inf), "max")
 
 
 def _sum_of_powers(gradients: Sequence[Tensor], p: float, least: torch.dtype) -> Tensor:
