@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from pool import WorkerPool
 
 from modelworks.config import ModelConfig, ParallelConfig, parameter_shapes
-from modelworks.layout import Layout, plan_parameters
+from modelworks.layout import Layout, ShardSpec, plan_parameters
 from modelworks.parallel import Mesh
 from modelworks.parallel.logical import Assembler
 
@@ -45,3 +48,14 @@ def test_whole_again(workers: WorkerPool, parallel: ParallelConfig) -> None:
     assert list(first) == list(parameter_shapes(MODEL))
     for name, tensor in first.items():
         assert torch.equal(tensor, value(name))
+
+
+def test_slices_travel_on_the_device_of_the_ranks() -> None:
+    """Optimiser state that is offloaded lies in host memory, and a backend may carry the device's tensors alone."""
+    sent: list[torch.Tensor] = []
+    finished = SimpleNamespace(wait=lambda: None)
+    world = SimpleNamespace(size=2, send=lambda tensor, place: sent.append(tensor) or finished)
+    mesh: Any = SimpleNamespace(rank=1, device=torch.device("meta"), group=lambda name: world)
+    spec = ShardSpec.whole("a", (3,))
+    assert Assembler(mesh, lambda rank: {"a": spec}).whole("a", torch.ones(3), torch.float32) is None
+    assert [tensor.device for tensor in sent] == [mesh.device]

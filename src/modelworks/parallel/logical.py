@@ -37,7 +37,7 @@ class Assembler:
         if self.mesh.rank != 0:
             if sends:
                 assert local is not None
-                world.send(local.detach().to(dtype).contiguous(), 0).wait()
+                world.send(local.detach().to(self.mesh.device, dtype).contiguous(), 0).wait()
             return None
         shape = next(specs[name].shape for specs in map(self._specs_of, range(world.size)) if name in specs)
         result = torch.empty(shape, dtype=dtype)
