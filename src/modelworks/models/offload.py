@@ -6,6 +6,7 @@ Parameters are not activations: they stay. Invariant: what comes back are the sa
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,10 +18,14 @@ HOST = torch.device("cpu")
 
 def activations_on_host(block: nn.Module) -> saved_tensors_hooks:
     """A context for the block's forward pass. On a CPU nothing moves: the host is where everything is."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+
+    @cache
+    def parameters() -> set[int]:
+        """Not before the forward pass, which may be what gathers them (FSDP2)."""
+        return {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
 
     def to_host(tensor: Tensor) -> Any:
-        if tensor.device == HOST or tensor.untyped_storage().data_ptr() in parameters:
+        if tensor.device == HOST or tensor.untyped_storage().data_ptr() in parameters():
             return tensor
         waiting = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
         waiting.copy_(tensor, non_blocking=True)

@@ -86,8 +86,11 @@ class MicroBatches:
         with self._precision.autocast(micro.tokens.device):
             first = micro.tokens if part.part.first else inputs["hidden"]
             hidden = part(first, micro.positions, self._context(index))
+            if stage == max(self._model.parts):
+                del self._contexts[index]  # and with it masks: what a backward pass needs of it, autograd has
             if not part.part.last:
-                return {"hidden": hidden}, None
+                # Without residual connections autocast makes the stream narrow; edges carry one dtype.
+                return {"hidden": hidden.to(self._precision.parameter_dtype)}, None
             loss = self._loss(part, hidden, micro)
         self.losses[index] = loss.nll
         return {}, loss.objective

@@ -72,6 +72,7 @@ class TrainState:
             self.optimizer.load_state(self._slices(checkpoint), int(values["updates"]))
             if self.scaler:
                 self.scaler.load_state(values["loss_scaler"])
+            self.model.gradients.after_update()  # master weights of another precision may have changed the shards
             best = values["best"]
             self.best = None if best is None else (float(best["value"]), int(best["step"]))
             set_expert_biases(self.model, dict(checkpoint.tensors("routing")))

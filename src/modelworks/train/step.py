@@ -134,7 +134,7 @@ def apply_gradients(
 ) -> StepResult:
     """Clip by the one global norm and update. Frees the gradients, also where the step is refused."""
     by_name, loss, settings = gradients.by_name, gradients.loss, config.train
-    if loss_scale != 1.0:
+    if loss_scale != 1.0 and by_name:  # a stage in the middle may hold no parameters
         torch._foreach_mul_(list(by_name.values()), 1.0 / loss_scale)
     norm = clip_gradients(
         by_name,
