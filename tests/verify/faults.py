@@ -306,11 +306,11 @@ FAULTS: dict[str, Fault] = {
     "shard missing in norm": Fault(
         "llama", {"dp_shard": 2, "zero": 1}, _norm_of_own_shards, r"^gradient norm.*on no rank"
     ),
-    "layer dropped": Fault("llama", {"pp": 2}, _layer_dropped, r"^pipeline partition", r"^blocks\.", (0, "input")),
+    "layer dropped": Fault("llama", {"pp": 2}, _layer_dropped, r"^pipeline partition", r"^blocks\.", (1, "input")),
     "own denominator": Fault("llama", {"dp_replicate": 2}, _own_denominator, r"^loss.*denominator"),
     "same shards": Fault("llama", {"tp": 2}, _same_shards, r"^initialisation", place=(0, "input")),
     "dropout by rank": Fault("gpt2", {"dp_replicate": 2}, _dropout_by_rank, r"place 1.*dropout", place=(0, "input")),
-    "stale edge": Fault("llama", {"pp": 2}, _stale_edge, r"edge into stage 1", place=(1, "input")),
+    "stale edge": Fault("llama", {"pp": 2}, _stale_edge, r"edge into stage 1", place=(2, "input")),
     "not gathered": Fault("llama", {"dp_shard": 2, "zero": 1}, _not_gathered, r"^update.*gathered"),
     "documents ignored": Fault(
         "llama", {"cp": 2}, _documents_ignored, r"context parallel.*documents", place=(0, "attention")

@@ -7,7 +7,7 @@ run's within a few percent, at the median over parameters. So the bounds are
     copies             0        what ranks hold twice is the same to the bit
     loss, norm         0.1%, 2% relative error; rounding is about 0.001% and 0.1%
     gradient           4        times the whole run's distance, of the worst parameter
-    typical gradient   1.25     the same, of the median: about 1; sums over 64 micro-batches in bf16, not float32, give 1.4
+    typical gradient   1.25     the same, of the median: about 1; sums over the micro-batches in bf16 give 1.4
     update             0.6      relative error, of all parameters of a kind together
 
 Updates are made with a rate far below what a weight in bf16 can show: where they are not kept in float32 (master

@@ -13,6 +13,7 @@ from typing import Any
 
 from modelworks.config import ModelConfig, ParallelConfig, RunConfig
 from modelworks.layout import check_layout
+from modelworks.layout.pipeline import stage_layers
 
 HEAD_DIM = 8
 LONGEST_WAIT = 120.0  # seconds: a step of the small run takes less than one
@@ -40,7 +41,7 @@ def shrink(config: RunConfig) -> RunConfig:
             ),
             "parallel": parallel.model_copy(
                 update={
-                    "pp_partition": _partition(config),
+                    "pp_partition": _partition(config) or "auto",
                     "bucket_size": 16 << 10,
                     "timeout": min(parallel.timeout, LONGEST_WAIT),
                 }
@@ -86,7 +87,7 @@ def _model(config: RunConfig, length: int) -> ModelConfig:
     if model.n_experts:
         changes |= _experts(model, parallel)
     if model.dense_layers:
-        changes["dense_layers"] = [layer for layer in model.dense_layers if layer < changes["n_layers"]]
+        changes["dense_layers"] = _dense_layers(model, changes["n_layers"])
     return model.model_copy(update=changes)
 
 
@@ -111,41 +112,36 @@ def _heads(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, int]:
 
 
 def _layers(config: RunConfig) -> int:
-    """As many layers as stages need, an uneven number over the stages where the model's is uneven."""
-    model, stages = config.model, _stages(config.parallel)
-    partition = config.parallel.pp_partition
-    if isinstance(partition, list):
-        return sum(min(count, 2) for count in partition)
-    least = max(2, stages if model.n_layers >= stages else model.n_layers)
-    if model.n_layers % stages and model.n_layers > stages:
-        least += 1
-    if model.n_experts:  # until a layer of each kind is among them
-        dense = set(getattr(model, "dense_layers", []) or [])
-        kinds = [layer in dense for layer in range(model.n_layers)]
-        while least < model.n_layers and len(set(kinds[:least])) < len(set(kinds)):
-            least += 1
-    return min(model.n_layers, least)
+    counts = _partition(config)
+    return min(config.model.n_layers, 2) if counts is None else sum(counts)
 
 
-def _partition(config: RunConfig) -> Any:
-    partition = config.parallel.pp_partition
-    return [min(count, 2) for count in partition] if isinstance(partition, list) else partition
+def _partition(config: RunConfig) -> list[int] | None:
+    """Layers of each stage: none where the run's has none, and several on the first and the last that has several."""
+    if config.parallel.pp == 1:
+        return None
+    counts = [len(layers) for layers in stage_layers(config)]
+    several = [stage for stage, count in enumerate(counts) if count > 1]
+    return [min(count, 1 + (stage in (several[:1] + several[-1:]))) for stage, count in enumerate(counts)]
+
+
+def _dense_layers(model: ModelConfig, n_layers: int) -> list[int]:
+    """Of the small model, so that it has layers of each kind that the model has."""
+    dense = [layer for layer in model.dense_layers if layer < n_layers]
+    if len(dense) == n_layers:
+        return dense[:-1]
+    return dense or ([n_layers - 1] if n_layers > 1 else [])
 
 
 def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
     least = max(model.experts_per_token, 2)
     count = -(-least // parallel.ep) * parallel.ep
-    if count <= model.experts_per_token < model.n_experts:
+    several = model.n_experts > parallel.ep  # on each rank
+    if count <= model.experts_per_token < model.n_experts or (several and count == parallel.ep):
         count += parallel.ep
     width = _like(model.d_expert, parallel.tp, 12)
     changes = {"n_experts": min(count, model.n_experts), "d_expert": width}
     return changes if model.dense_layers else {**changes, "d_ff": width}
-
-
-def _stages(parallel: ParallelConfig) -> int:
-    if parallel.pp == 1:
-        return 1
-    return parallel.pp * (2 if parallel.pp_schedule in ("zbv", "dualpipev") else parallel.pp_virtual)
 
 
 def _micro_batches(parallel: ParallelConfig) -> int:
