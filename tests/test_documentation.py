@@ -14,12 +14,26 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from modelworks.config import load_run_config
+from modelworks.layout import Layout
+from modelworks.report import write_report
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LOOK_AT = {  # what the comment of a recipe promises the report to have
+    "data": ["all_reduce"],
+    "zero3": ["all_gather", "reduce_scatter"],
+    "tensor": ["tp"],
+    "context": ["cp"],
+    "pipeline": ["bubble"],
+    "expert": ["all_to_all"],
+    "hybrid-3d": ["bubble", "tp", "reduce_scatter"],
+}
 TINY_MODEL = "{family: llama, n_layers: 2, d_model: 32, n_heads: 2, vocab_size: 512, max_seq_len: 128}"
 
 
@@ -120,6 +134,42 @@ def test_blocks_run(page: Path, corpus: Path, tmp_path: Path, tmp_path_factory: 
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert "://" in target or (page.parent / target).exists(), f"{page.name}: broken link {target}"
+
+
+def split_overrides(corpus: Path, cache: Path) -> list[str]:
+    """Of a recipe for several processes, whose model and batch are what its layout needs, and small."""
+    kept = [
+        text
+        for text in tiny_overrides(corpus, cache)
+        if not re.match("model|data.(tokenizer|seq_len)|train.*batch", text)
+    ]
+    return [*kept, "train.device=cpu"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs" / "parallel").glob("*.yaml")), ids=lambda path: path.name)
+def test_parallel_recipes_train(
+    recipe: Path, corpus: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, workers: Any
+) -> None:
+    """On the session's workers; the command line that starts processes itself has its own tests."""
+    overrides = split_overrides(corpus, tmp_path_factory.getbasetemp() / "documentation-data")
+    layout = Layout.of(load_run_config(recipe, overrides).parallel)
+    results = workers.run(train_recipe, layout, str(recipe), overrides, str(tmp_path / "run"), n_kv_heads=2)
+    assert [result[0] for result in results] == [3] * layout.world_size
+    assert len({result[1] for result in results}) == 1
+    page = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    for words in LOOK_AT[recipe.stem]:
+        assert words in page
+
+
+def train_recipe(mesh: Any, recipe: str, overrides: list[str], run_dir: str) -> tuple[int, float | None]:
+    """On a worker: what became of a run."""
+    from modelworks.hardware import Machine, facts
+    from modelworks.train import train
+
+    machine = Machine(facts(), "cpu", "", 1, {"fp32": 1e11, "bf16": 1e11, "fp16": 1e9}, 1e10, "", 0.0)
+    result = train(load_run_config(Path(recipe), overrides), Path(run_dir), machine=machine, mesh=mesh)
+    return result.steps, result.val_loss
 
 
 @pytest.mark.slow

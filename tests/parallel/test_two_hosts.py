@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import two_hosts_job
 
+from modelworks.config import dump_yaml
+from modelworks.records import read_records
+
 pytestmark = pytest.mark.slow
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 PORT = 29400  # in a namespace of its own, where nothing else listens
@@ -67,6 +70,20 @@ def test_a_rank_that_dies_on_one_host_is_named_on_the_other(hosts: tuple[str, st
     assert "was lost (killed, or its machine is); it last reported: step 12: all_reduce world" in words
 
 
+def test_modelworks_train_over_two_hosts(
+    hosts: tuple[str, str], tiny_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both see the same files. Rank 0 writes and speaks; the denominator of MFU counts each machine."""
+    layout = ["parallel.dp_replicate=2", "parallel.tp=2", "train.duration=3 steps"]
+    (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny_config(*layout)))
+    program = ["-m", "modelworks", "train", str(tmp_path / "tiny.yaml"), "--runs-dir", str(tmp_path), "--json"]
+    assert _torchrun(hosts, program, ranks_each=2) == [0, 0]
+    assert capfd.readouterr().out.count('"train_loss"') == 1
+    steps = [record.step for record in read_records(tmp_path / "tiny" / "records.jsonl") if record.name == "train/loss"]
+    assert steps == [1, 2, 3]
+    assert (tmp_path / "tiny" / "summary.json").exists()
+
+
 def _ip(*words: str) -> str:
     """Runs `ip`; what it complained about, empty where it did as told."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
@@ -75,6 +92,12 @@ def _ip(*words: str) -> str:
 
 def _run(hosts: tuple[str, str], directory: Path, *words: str, ranks_each: int) -> tuple[list[int], dict[int, Any]]:
     """The job under torchrun on both hosts: their exit codes, and what the ranks wrote."""
+    codes = _torchrun(hosts, [two_hosts_job.__file__, str(directory), *words], ranks_each)
+    return codes, {int(file.stem): json.loads(file.read_text()) for file in directory.glob("*.json")}
+
+
+def _torchrun(hosts: tuple[str, str], program: list[str], ranks_each: int) -> list[int]:
+    """What torchrun on each host ended with."""
     processes: list[subprocess.Popen[bytes]] = []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with _ended(processes):
@@ -88,10 +111,9 @@ def _run(hosts: tuple[str, str], directory: Path, *words: str, ranks_each: int) 
             command += ["--rdzv-id=test", f"--local-addr={address}"]
             # which of the two holds the meeting: by their names torchrun could not tell, as they share one
             command += [f"--rdzv-conf=is_host={str(address == ADDRESSES[0]).lower()}"]
-            command += [two_hosts_job.__file__, str(directory), *words]
+            command += program
             processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        codes = [process.wait(120) for process in processes]
-    return codes, {int(file.stem): json.loads(file.read_text()) for file in directory.glob("*.json")}
+        return [process.wait(120) for process in processes]
 
 
 @contextmanager

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import split_jobs
 import torch
+from rich.console import Console
 
 from modelworks.checkpoint import latest_checkpoint, load_model, open_checkpoint
-from modelworks.config import RunConfig, dump_yaml
+from modelworks.config import RunConfig, dump_yaml, format_bytes
 from modelworks.layout import Layout
 from modelworks.records import read_records
-from modelworks.train import train
+from modelworks.train import derive, job, train
+from modelworks.train.beginning import job_peak
+from modelworks.train.out_of_memory import suggestions
 
 EXPERTS = ["model.family=mixtral", "model.n_experts=4", "model.experts_per_token=2", "model.router_bias=true"]
 COMMON = [
@@ -308,3 +311,54 @@ def test_init_from_starts_a_split_run(split: Split, whole: Whole, tmp_path: Path
 def test_rank_0_may_work_longer_than_others_may_wait(workers: Any) -> None:
     done = workers.run(split_jobs.patient, Layout(dp_replicate=2))
     assert done == [("built", "no such file", "OSError"), ("built", "no such file", "RankLost")]
+
+
+def test_the_rate_that_utilisation_is_measured_against_is_that_of_the_whole_job(
+    tiny_config: Any, tiny_machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured with the threads of all ranks of a machine together, and counted once for each machine."""
+    threads: list[int] = []
+
+    def measured(**_: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return tiny_machine
+
+    before = torch.get_num_threads()
+    cores = tiny_machine.facts.cores
+    monkeypatch.setattr(job, "measure_machine", measured)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    try:
+        for ranks in (1, 2, 1000):
+            job.measure(tiny_config(), Console(quiet=True), ranks_here=ranks)
+        assert torch.get_num_threads() == 1  # a rank's own share again
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1, min(2, cores), cores]
+
+    one = derive(tiny_config(), tiny_machine)
+    two = derive(tiny_config("parallel.dp_replicate=2"), tiny_machine)
+    assert job_peak(one, tiny_machine, 1).flops == tiny_machine.gemm["fp32"]
+    assert job_peak(two, tiny_machine, 1).flops == tiny_machine.gemm["fp32"]
+    assert job_peak(two, tiny_machine, 2).flops == 2 * tiny_machine.gemm["fp32"]
+    assert job_peak(two, tiny_machine, 2).source.startswith("2 machines, each: ")
+
+
+def test_an_automatic_micro_batch_is_chosen_again_for_another_layout(tiny_config: Any, tiny_machine: Any) -> None:
+    before = derive(tiny_config("train.global_batch=8"), tiny_machine)
+    assert before.micro_batch == 8
+    same = derive(tiny_config("train.global_batch=8"), tiny_machine, earlier=before.config)
+    other = tiny_config("train.global_batch=8", "parallel.pp=2", "parallel.dp_replicate=2")
+    assert same.micro_batch == 8
+    assert derive(other, tiny_machine, earlier=before.config).micro_batch == 2  # of 4 rows, to fill two stages
+
+
+def test_suggestions_need_less_memory_and_fit(tiny_config: Any, tiny_machine: Any) -> None:
+    derived = derive(tiny_config("model.n_heads=4", "train.micro_batch=4"), tiny_machine)
+    fitting = suggestions(derived, derived.memory.total - 1)
+    assert fitting[0].startswith("train.micro_batch=1: ")
+    assert fitting[0].endswith(f"instead of {format_bytes(derived.memory.total)}")
+    assert any("parallel." in words and "(2 ranks)" in words for words in fitting)
+    # where nothing fits, what comes nearest is better than silence
+    least = suggestions(derived, 1)
+    assert len(least) == 4
+    assert least[0].startswith("parallel.")

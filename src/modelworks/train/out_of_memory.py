@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import cache
 from itertools import islice
 from types import TracebackType
 
@@ -15,6 +16,7 @@ from modelworks.layout import Layout, describe, neighbours
 from modelworks.parallel import Mesh, explain_out_of_memory, is_out_of_memory
 from modelworks.train.derivation import MEMORY_SHARE, Derived
 from modelworks.train.loop import TrainingFailed
+from modelworks.train.memory import MemoryPrediction, predict_memory
 from modelworks.train.rank_memory import predict_rank_memory
 from modelworks.train.state import TrainState
 
@@ -75,8 +77,16 @@ def suggestions(derived: Derived, capacity: int) -> list[str]:
     nearest first; where none does, those that need least."""
     config, precision = derived.config, derived.precision.name
 
+    @cache
+    def whole(recompute: str, micro_batch: int) -> MemoryPrediction:
+        train = config.train.model_copy(update={"recompute": recompute})
+        return predict_memory(
+            config.model, train, precision=precision, micro_batch=micro_batch, seq_len=config.data.seq_len
+        )
+
     def need(changed: RunConfig, micro_batch: int) -> int:
-        return predict_rank_memory(changed, precision=precision, micro_batch=micro_batch).total
+        one = whole(changed.train.recompute, micro_batch)
+        return predict_rank_memory(changed, precision=precision, micro_batch=micro_batch, whole=one).total
 
     now = need(config, derived.micro_batch)
     found = [(words, need(changed, rows)) for words, changed, rows in _candidates(config, derived.micro_batch)]

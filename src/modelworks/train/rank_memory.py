@@ -19,11 +19,17 @@ from modelworks.train.memory import NARROW, WIDE, MemoryPrediction, predict_memo
 
 
 def predict_rank_memory(
-    config: RunConfig, *, precision: str, micro_batch: int, rank: int | None = None
+    config: RunConfig,
+    *,
+    precision: str,
+    micro_batch: int,
+    rank: int | None = None,
+    whole: MemoryPrediction | None = None,
 ) -> MemoryPrediction:
-    """micro_batch: rows of one. rank: None for the one that needs most."""
+    """micro_batch: rows of one. rank: None for the one that needs most. whole: of one process with the same
+    micro-batch, where it is known (it takes longest to find)."""
     parallel = config.parallel
-    whole = predict_memory(
+    whole = whole or predict_memory(
         config.model, config.train, precision=precision, micro_batch=micro_batch, seq_len=config.data.seq_len
     )
     layout = Layout.of(parallel)
