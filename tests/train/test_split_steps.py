@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from pool import WorkerPool
+from split_jobs import MACHINE
 from torch import Tensor
 
-from modelworks.config import RunConfig, parameter_shapes, parse_run_config
+from modelworks.config import RunConfig, dump_yaml, parameter_shapes, parse_run_config
 from modelworks.layout import Layout, ShardSpec
 from modelworks.models import initialize_slice
 from modelworks.optim import build_optimizer
 from modelworks.parallel import Mesh, SplitModel, split_model
-from modelworks.train import PRECISIONS, Precision, compute_gradients, data_rows, micro_batches
+from modelworks.train import PRECISIONS, Precision, compute_gradients, data_rows, hooks, job, micro_batches, one_rank
 from modelworks.train.precision import LossScaler
 from modelworks.train.state import TrainState
 from modelworks.train.step import StepResult, train_step
@@ -144,3 +147,34 @@ def contexts_alive(mesh: Mesh, overrides: list[str]) -> tuple[int, int]:
 def test_masks_are_freed_with_their_micro_batch(workers: WorkerPool, layout: list[str], more: list[str]) -> None:
     config = read(*layout)
     assert workers.run(contexts_alive, Layout.of(config.parallel), [*layout, *more])[0] == (4, 0)
+
+
+def met_meanwhile(mesh: Mesh, config: str, run_dir: str) -> list[bool]:
+    """On rank 0: whether the ranks met while it compressed texts, and while it drew samples. Nothing elsewhere."""
+    met, told, real = threading.Event(), [], one_rank.agree
+
+    def agree(flag: bool, mesh: Mesh) -> bool:
+        said = real(flag, mesh)
+        met.set()
+        return said
+
+    def work(*_: Any, **__: Any) -> dict[str, Any]:
+        met.clear()
+        told.append(met.wait(10.0))
+        return {}
+
+    with (
+        patch.object(one_rank, "agree", agree),
+        patch.object(job, "compression_baselines", work),
+        patch.object(hooks, "sample_texts", work),
+    ):
+        job.train(parse_run_config(config, "test"), Path(run_dir), machine=MACHINE, mesh=mesh)
+    return told
+
+
+def test_samples_and_compressors_may_take_longer_than_others_may_wait(
+    workers: WorkerPool, tiny_config: Any, tmp_path: Path
+) -> None:
+    config = tiny_config("train.duration=1 steps", "evaluate.samples=1", "parallel.dp_replicate=2")
+    found = workers.run(met_meanwhile, Layout(dp_replicate=2), dump_yaml(config), str(tmp_path / "run"))
+    assert found == [[True, True], []]

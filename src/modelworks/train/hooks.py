@@ -16,6 +16,7 @@ from modelworks.train.evaluation.samples import sample_texts
 from modelworks.train.evaluation.validation import TextScore, score_split
 from modelworks.train.experts import whole_model
 from modelworks.train.loop import StepDone
+from modelworks.train.one_rank import on_rank_0
 from modelworks.train.recording import MemoryMeter, RunLog
 from modelworks.train.state import TrainState, first_not_finite
 from modelworks.train.terminal import Terminal
@@ -105,10 +106,10 @@ class Validation:
         )
         if self.prompts:
             model = whole_model(state.model)
-            if model is not None:
-                self._write_samples(state, model)
+            on_rank_0(state.model.mesh, lambda: self._write_samples(state, model))
 
-    def _write_samples(self, state: TrainState, model: Transformer) -> None:
+    def _write_samples(self, state: TrainState, model: Transformer | None) -> None:
+        assert model is not None
         with self.derived.precision.autocast(self.derived.device):
             seed = self.derived.config.seed
             try:

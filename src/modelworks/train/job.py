@@ -163,12 +163,7 @@ def train(
             latest=checkpoint.path if checkpoint else None,
         )
         memory_report.kept = checkpoints.kept
-        baselines = {}
-        if main:
-            compressors = compression_baselines(
-                dataset, max_tokens=config.evaluate.max_tokens, progress=not console.quiet
-            )
-            baselines = {name: row.best for name, row in compressors.items()}
+        baselines = on_rank_0(mesh, lambda: _baselines(config, dataset, console))
         record_start(log, state, derived, baselines, measured, peak)
         split = SplitRecords(log, derived, state, run_dir) if mesh.layout.world_size > 1 else None
         # Before the evaluation, which goes through the same executor.
@@ -268,6 +263,11 @@ def _measure_device(config: RunConfig, console: Console, found: MachineFacts) ->
 
 def _build_dataset(config: RunConfig, console: Console) -> None:
     build_dataset(config.data, progress=not console.quiet)
+
+
+def _baselines(config: RunConfig, dataset: Dataset, console: Console) -> dict[str, float]:
+    compressors = compression_baselines(dataset, max_tokens=config.evaluate.max_tokens, progress=not console.quiet)
+    return {name: row.best for name, row in compressors.items()}
 
 
 def own_device(device: torch.device) -> torch.device:
