@@ -6,12 +6,11 @@ process group, so `shard` costs nothing where cp is 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from modelworks.layout import Layout
 from modelworks.parallel.collectives import Group
@@ -45,7 +44,6 @@ class Mesh:
     groups: dict[str, Group]
     traffic: Traffic
     labels: Labels
-    _device_meshes: dict[tuple[str, str], DeviceMesh] = field(default_factory=dict)
 
     def group(self, name: str) -> Group:
         return self.groups[name]
@@ -66,26 +64,6 @@ class Mesh:
         """Rank 0's value, on every rank. For what is small and what only one should decide."""
         world = self.groups["world"]
         return value if world.size == 1 else world.gather_objects(value if self.is_main else None)[0]
-
-    def device_mesh(self, replicate: str, shard: str) -> DeviceMesh:
-        """What FSDP2 wants to know: one dimension to shard over, and one for replicas where there are any."""
-        key = (replicate, shard)
-        if key not in self._device_meshes:
-            self._device_meshes[key] = self._new_device_mesh(self.groups[replicate], self.groups[shard])
-        return self._device_meshes[key]
-
-    def _new_device_mesh(self, replicate: Group, shard: Group) -> DeviceMesh:
-        if replicate.size == 1:
-            return DeviceMesh.from_group(
-                shard.handle, self.device.type, mesh=torch.tensor(shard.ranks), mesh_dim_names=("shard",)
-            )
-        rows = [self.layout.ranks(rank, shard.name) for rank in replicate.ranks]
-        return DeviceMesh.from_group(
-            [replicate.handle, shard.handle],
-            self.device.type,
-            mesh=torch.tensor(rows),
-            mesh_dim_names=("replicate", "shard"),
-        )
 
 
 def build_mesh(
