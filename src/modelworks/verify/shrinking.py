@@ -102,7 +102,10 @@ def _heads(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, int]:
     tp, cp = parallel.tp, parallel.cp if parallel.cp_mode == "ulysses" else 1
     copies = max(1, tp // model.n_kv_heads)
     n_kv = model.n_kv_heads if copies > 1 else tp * cp
-    n_kv = math.gcd(n_kv, model.n_kv_heads) if copies == 1 and model.n_kv_heads % n_kv else n_kv
+    if n_kv == 1:  # nothing splits heads: a few of them
+        n_kv = min(2, model.n_kv_heads)
+    elif copies == 1:
+        n_kv = math.gcd(n_kv, model.n_kv_heads)
     shared = model.n_heads // model.n_kv_heads
     wanted = math.lcm(copies, cp) if copies > 1 else 1
     ratio = wanted if shared == 1 else max(wanted, next(r for r in range(2, shared + 1) if shared % r == 0))
