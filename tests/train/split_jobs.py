@@ -106,7 +106,7 @@ def compiled(mesh: Mesh, config: str, run_dir: str) -> dict[str, Any]:
 def whole_biases(mesh: Mesh, config: str, run_dir: str, checkpoint: str) -> dict[str, list[float]] | None:
     """Biases of the routers in the model that samples are drawn from, where the ranks restored a checkpoint."""
     derived = derive(_read(config), MACHINE)
-    opened = open_checkpoint(checkpoint)
+    opened = open_checkpoint(Path(checkpoint))
     found = build_state(derived, mesh, opened, scratch=Path(run_dir))
     found.restore(opened)
     model = whole_model(found.model)
