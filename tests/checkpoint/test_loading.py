@@ -129,7 +129,5 @@ def test_biases_of_experts_come_with_the_model(tmp_path: Path) -> None:
         loaded = routing_state(load_model(str(path)).model)
         assert loaded.keys() == biases.keys()
         assert all(torch.equal(loaded[name], bias) for name, bias in biases.items())
-    with pytest.raises(
-        CheckpointError, match=r"`routing` .*`blocks\.1\.feed_forward\.router\.bias` is missing"
-    ):
+    with pytest.raises(CheckpointError, match=r"`routing` .*`blocks\.1\.feed_forward\.router\.bias` is missing"):
         load_model(str(without))

@@ -18,7 +18,7 @@ import pytest
 from modelworks.cli.main import main
 from modelworks.config import dump_yaml
 from modelworks.records import read_records
-from modelworks.train import job
+from modelworks.train import preparation
 
 STEPS = 80  # enough that a signal comes in the middle
 COMMAND = [sys.executable, "-m", "modelworks"]
@@ -202,7 +202,7 @@ def test_a_dry_run_says_how_the_run_is_split(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(job, "measure_machine", lambda **_: tiny_machine)
+    monkeypatch.setattr(preparation, "measure_machine", lambda **_: tiny_machine)
     (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny_config("model.n_layers=4")))
     layout = ["parallel.pp=2", "parallel.tp=2", "parallel.pp_partition=[1,1,1,1]"]
     layout += ["parallel.pp_schedule=interleaved", "parallel.pp_virtual=2"]

@@ -13,14 +13,14 @@ import pytest
 
 from modelworks.cli.main import main
 from modelworks.config import dump_yaml
-from modelworks.train import job, loop, state
+from modelworks.train import loop, preparation, state
 
 
 @pytest.fixture
 def config_file(tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A configuration in the current directory of a machine that need not be measured."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "measure_machine", lambda **_: tiny_machine)
+    monkeypatch.setattr(preparation, "measure_machine", lambda **_: tiny_machine)
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(tiny_config("train.duration=4 steps")))
     return path

@@ -131,8 +131,7 @@ def test_activations_leave_the_device() -> None:
 
 def offloaded_step(mesh: Mesh, config: str, scratch: str) -> list[float]:
     from modelworks.config import parse_run_config
-    from modelworks.verify.runs import run_split
-    from modelworks.verify.runs import FLOAT64
+    from modelworks.verify.runs import FLOAT64, run_split
 
     observed, _ = run_split(parse_run_config(config, "test"), 2, FLOAT64, mesh)
     return [] if observed is None else [float(tensor.sum()) for tensor in observed.final.values()]

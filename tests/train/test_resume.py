@@ -19,7 +19,7 @@ from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
 from modelworks.config import UserError, dump_yaml
 from modelworks.data import TrainLoader, build_dataset
 from modelworks.records import read_records
-from modelworks.train import job, loop, train
+from modelworks.train import loop, preparation, train
 from modelworks.train.stopping import StopRequest
 
 KILLED = """
@@ -164,7 +164,7 @@ def test_a_resumed_run_keeps_the_choices_made_for_auto(tiny_config: Any, tiny_ma
     train(config, run_dir, machine=tiny_machine)
     faster = replace(tiny_machine, gemm={"fp32": 1e11, "bf16": 9e11, "fp16": 1e9})
     longer = tiny_config("train.duration=3 steps", "train.precision=auto", "checkpoint.every=auto")
-    assert job.derive(longer, faster).precision.name == "bf16-autocast"
+    assert preparation.derive(longer, faster).precision.name == "bf16-autocast"
     train(longer, run_dir, resume=True, machine=faster)
     assert "precision: fp32" in (run_dir / "config.yaml").read_text()
 

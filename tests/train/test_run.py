@@ -21,7 +21,7 @@ from modelworks.checkpoint import best_checkpoint, latest_checkpoint, open_check
 from modelworks.config import UserError, load_run_config, training_flops_per_token
 from modelworks.data import build_dataset
 from modelworks.records import Record, read_records
-from modelworks.train import TrainingFailed, hooks, job, loop, state, train
+from modelworks.train import TrainingFailed, hooks, job, loop, preparation, state, train
 from modelworks.train.recording import RunLog
 from modelworks.train.run_directory import clear, cut_records, locked
 
@@ -228,7 +228,7 @@ def test_an_unknown_best_metric_is_refused_before_training(tiny_config: Any, tin
 def test_what_is_only_named_is_looked_for_before_the_data_are_built(
     tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "build_dataset", lambda *_, **__: pytest.fail("the data were built"))
+    monkeypatch.setattr(preparation, "build_dataset", lambda *_, **__: pytest.fail("the data were built"))
     for override in ("init_from=/nowhere", "evaluate.best_metric=val_acc", "evaluate.tasks=[arc_eazy]"):
         with pytest.raises(UserError, match=r"/nowhere|best_metric|arc_easy|lm_eval|harness"):
             train(tiny_config(override), tmp_path / "run", machine=tiny_machine)

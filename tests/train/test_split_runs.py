@@ -16,7 +16,7 @@ from modelworks.checkpoint import latest_checkpoint, load_model, open_checkpoint
 from modelworks.config import RunConfig, dump_yaml, format_bytes
 from modelworks.layout import Layout
 from modelworks.records import read_records
-from modelworks.train import derive, job, train
+from modelworks.train import derive, preparation, train
 from modelworks.train.beginning import job_peak
 from modelworks.train.out_of_memory import suggestions
 
@@ -325,11 +325,11 @@ def test_the_rate_that_utilisation_is_measured_against_is_that_of_the_whole_job(
 
     before = torch.get_num_threads()
     cores = tiny_machine.facts.cores
-    monkeypatch.setattr(job, "measure_machine", measured)
+    monkeypatch.setattr(preparation, "measure_machine", measured)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     try:
         for ranks in (1, 2, 1000):
-            job.measure(tiny_config(), Console(quiet=True), ranks_here=ranks)
+            preparation.measure(tiny_config(), Console(quiet=True), ranks_here=ranks)
         assert torch.get_num_threads() == 1  # a rank's own share again
     finally:
         torch.set_num_threads(before)

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from modelworks.train.evaluation.tasks import TaskRunner as TaskRunner
     from modelworks.train.evaluation.validation import TextScore as TextScore
     from modelworks.train.evaluation.validation import score_text as score_text
-    from modelworks.train.job import check_references as check_references
-    from modelworks.train.job import measure as measure
     from modelworks.train.job import train as train
     from modelworks.train.loop import TrainingFailed as TrainingFailed
     from modelworks.train.loss import vocabulary_loss as vocabulary_loss
     from modelworks.train.micro_batches import own_columns as own_columns
     from modelworks.train.precision import PRECISIONS as PRECISIONS
     from modelworks.train.precision import Precision as Precision
+    from modelworks.train.preparation import check_references as check_references
+    from modelworks.train.preparation import measure as measure
     from modelworks.train.result import Result as Result
     from modelworks.train.step import NonFiniteStep as NonFiniteStep
     from modelworks.train.step import apply_gradients as apply_gradients
@@ -42,10 +42,10 @@ _HOME = {
     "TaskRunner": "evaluation.tasks",
     "TextScore": "evaluation.validation",
     "TrainingFailed": "loop",
-    "check_references": "job",
+    "check_references": "preparation",
     "derive": "derivation",
     "keep_freed_memory": "allocator",
-    "measure": "job",
+    "measure": "preparation",
     "print_decisions": "beginning",
     "score_text": "evaluation.validation",
     "train": "job",
