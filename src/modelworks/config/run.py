@@ -141,7 +141,7 @@ class ParallelConfig(Frozen):
     bucket_size: ByteSize = 25 * 2**20  # gradients reduced together
     offload: Literal["none", "cpu", "nvme"] = "none"  # where optimiser state and master weights are kept
     offload_path: str | None = None  # nvme: the directory of the files; default: in the run's own
-    offload_params: Literal[False] = False  # zero 3: shards of parameters wait in host memory
+    offload_params: Flag = False  # zero 3: shards of parameters wait in host memory
     offload_activations: Flag = False  # what a block keeps for its backward pass waits in host memory
     timeout: Annotated[Real, Field(gt=0.0)] = 600.0  # seconds in one collective before ranks are called hung
 

@@ -198,6 +198,8 @@ def _offload(config: RunConfig) -> Iterator[str]:
     parallel = config.parallel
     if parallel.offload_path is not None and parallel.offload != "nvme":
         yield f"parallel.offload_path: got {parallel.offload_path}, expected nothing with offload {parallel.offload}"
+    if parallel.offload_params and parallel.zero != 3:
+        yield f"parallel.offload_params: got true, expected false with zero {parallel.zero}: zero 3 shards parameters"
     if parallel.offload_activations and config.train.recompute == "selective":
         yield (
             "parallel.offload_activations: got true, expected false with train.recompute selective, which keeps "

@@ -59,7 +59,7 @@ class ShardedStore:
         )
         cut = {name: plan for name, plan in plans.items() if name in owned and name not in rest}
         names = {id(parameter): name for name, (parameter, _) in owned.items()}
-        wrap = Wrapping(cut, mesh, names, frees=self._frees)
+        wrap = Wrapping(cut, mesh, names, frees=self._frees, on_host=parallel.offload_params)
         self._parts = [ShardedPart(part, wrap, self._reduced) for part in parts]
         self._units = {name: unit for part in self._parts for unit in part.units for name in unit.names}
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
@@ -34,12 +34,14 @@ Reduced = Callable[["Unit", Tensor], None]  # takes over the flat sum of a unit'
 
 @dataclass(frozen=True)
 class Wrapping:
-    """How parts are wrapped: plans by name, and names of the parameters that are to be wrapped."""
+    """How parts are wrapped: plans by name, and names of the parameters that are to be wrapped. on_host: shards wait in
+    host memory, and so do the tensors that the optimiser updates."""
 
     plans: Mapping[str, ParameterPlan]
     mesh: Mesh
     names: dict[int, str]  # by id of the parameter before it is wrapped
     frees: bool
+    on_host: bool
 
 
 class ShardedPart:
@@ -47,7 +49,7 @@ class ShardedPart:
 
     def __init__(self, part: nn.Module, wrap: Wrapping, reduced: Reduced) -> None:
         self.root = _fully_shard_part(part, wrap)
-        _materialize_shards(part, wrap.mesh.device)
+        _materialize_shards(part, torch.device("cpu") if wrap.on_host else wrap.mesh.device)
         state: Any = self.root._get_fsdp_state()
         state._lazy_init()  # now, so that shards keep the memory that `stored_parameters` gives away
         names = {id(parameter): name for name, parameter in part.named_parameters()}
@@ -211,6 +213,8 @@ def _fully_shard_part(part: nn.Module, wrap: Wrapping) -> FSDPModule:
     low = {parameter.dtype for parameter in owned.values()} & set(LOW_PRECISION)
     policy = MixedPrecisionPolicy(reduce_dtype=wide_dtype(low.pop()) if low else None, cast_forward_inputs=False)
 
+    offload = CPUOffloadPolicy(pin_memory=wrap.mesh.device.type == "cuda") if wrap.on_host else OffloadPolicy()
+
     def wrapped(module: nn.Module, frees: bool) -> FSDPModule:
         return fully_shard(
             module,
@@ -218,6 +222,7 @@ def _fully_shard_part(part: nn.Module, wrap: Wrapping) -> FSDPModule:
             reshard_after_forward=frees,
             shard_placement_fn=place,
             mp_policy=policy,
+            offload_policy=offload,
             ignored_params=ignored,
         )
 
