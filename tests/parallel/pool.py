@@ -15,6 +15,7 @@ longer than `timeout` seconds: a hang is a failure, not a wait.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import sys
@@ -130,6 +131,9 @@ def _serve(pipe: Connection, port: int, path: list[str]) -> None:
                 with contextlib.suppress(Exception):
                     if dist.is_initialized():
                         dist.destroy_process_group()
+                # Hooks and modules hold each other, and with them groups whose threads go on polling: with hundreds
+                # of jobs behind it a worker would do nothing else.
+                gc.collect()
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -17,8 +17,8 @@ Buckets and hooks are those of PyTorch DDP (Li et al. 2020, 2006.15704), shards 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class ReplicatedStore:
         self._flying: list[_BucketState] = []
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
-                hook = partial(self._arrived, name)
+                hook = _hook(weakref.ref(self), name)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def stored_parameters(self) -> dict[str, Tensor]:
@@ -288,6 +288,18 @@ class ReplicatedStore:
         bucket.unpack(
             pending().view(bucket.shards, bucket.width), {n: self._parameters[n].detach() for n in bucket.names}
         )
+
+
+def _hook(store: weakref.ref[ReplicatedStore], name: str) -> Callable[[Tensor], None]:
+    """Tells the store that a gradient is there. The parameter's hooks lie where Python's collector does not look: one
+    that held the store, which holds the parameter, would keep both, and the process groups, for ever."""
+
+    def arrived(parameter: Tensor) -> None:
+        there = store()
+        if there is not None:
+            there._arrived(name, parameter)
+
+    return arrived
 
 
 class _BucketState:
