@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from modelworks.layout import Layout
+from modelworks.layout import V_SHAPED, Layout
 from modelworks.layout.pipeline import (
     Costs,
     Timed,
@@ -31,7 +31,6 @@ from modelworks.parallel import build_mesh
 from modelworks.parallel.pipeline import PipelineExecutor
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}
-V_SHAPED = ("zbv", "dualpipev")
 
 
 def waiting_bubbles(rank: int, micro_batches: list[int], seconds: float, rounds: int) -> list[dict[str, Any]]:

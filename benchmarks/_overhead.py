@@ -21,7 +21,7 @@ from modelworks.config import RunConfig
 from modelworks.data import Batch
 from modelworks.layout import Layout
 from modelworks.layout.pipeline import stage_layers
-from modelworks.models import CausalContext, Transformer, initialize, initialize_slice
+from modelworks.models import CausalContext, Transformer, initialize
 from modelworks.parallel import build_mesh, split_model
 from modelworks.parallel.pipeline import build_parts
 from modelworks.train import PRECISIONS, compute_gradients, data_rows, vocabulary_loss
@@ -79,7 +79,6 @@ def _ours(config: RunConfig, batch: Batch) -> Callable[[], None]:
         config,
         mesh,
         dtype=torch.float32,
-        fill=lambda spec, out: initialize_slice(out, config.model, spec, config.seed),
     )
     model.train()
     rows = batch.rows(data_rows(model, config.train.global_batch))

@@ -31,7 +31,6 @@ from benchmarks._results import write_results
 from modelworks.config import RunConfig, count_parameters
 from modelworks.data import Batch
 from modelworks.layout import Layout
-from modelworks.models import initialize_slice
 from modelworks.optim import build_optimizer
 from modelworks.parallel import Mesh, build_mesh, split_model
 from modelworks.train import PRECISIONS, apply_gradients, compute_gradients, data_rows, keep_freed_memory
@@ -235,7 +234,6 @@ class _Contender:
             config,
             self.mesh,
             dtype=torch.float32,
-            fill=lambda spec, out: initialize_slice(out, config.model, spec, config.seed),
         )
         model.train()
         optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelworks.config import ModelConfig, parameter_shapes
-from modelworks.layout import ParameterPlan, ShardSpec
-from modelworks.models import Transformer, initial_values, initialization, initialize, initialize_shards
+from modelworks.layout import ShardSpec
+from modelworks.models import Transformer, initial_values, initialization, initialize, initialize_slice
 
 CONFIG = ModelConfig(n_layers=4, d_model=64, n_heads=4, vocab_size=300, max_seq_len=32, qk_norm=True)
 GPT2 = ModelConfig(family="gpt2", n_layers=2, d_model=64, n_heads=4, vocab_size=300, max_seq_len=32)
@@ -62,19 +62,10 @@ def test_model_holds_the_named_values_whatever_else_it_holds():
     assert torch.equal(other.blocks["1"].attention.q.weight, model.blocks["1"].attention.q.weight)
 
 
-class OneParameter(torch.nn.Module):
-    """A part of a model that holds the slice `spec` of one parameter."""
-
-    def __init__(self, spec, dtype=torch.float32):
-        super().__init__()
-        self.config = CONFIG
-        self.weight = torch.nn.Parameter(torch.empty(spec.local_shape, dtype=dtype))
-
-
 def fill(spec, seed=5):
-    part = OneParameter(spec)
-    initialize_shards(part, {"weight": ParameterPlan(spec, spec)}, seed)
-    return part.weight.detach()
+    values = torch.empty(spec.local_shape)
+    initialize_slice(values, CONFIG, spec, seed)
+    return values
 
 
 @settings(deadline=None, max_examples=60)
@@ -110,10 +101,9 @@ def test_a_slice_of_rows_makes_its_own_elements_only(monkeypatch):
 
 
 def test_a_tensor_of_another_shape_is_refused():
-    part = OneParameter(ShardSpec.whole("weight", (4, 3)))
     spec = ShardSpec("weight", (4, 3), ((0, 2), (0, 3)))
     with pytest.raises(ValueError, match=r"weight: a tensor of shape \(4, 3\) cannot hold \(2, 3\)"):
-        initialize_shards(part, {"weight": ParameterPlan(spec, spec)}, 0)
+        initialize_slice(torch.empty(4, 3), CONFIG, spec, 0)
 
 
 def test_seed_and_name_matter():

@@ -11,12 +11,11 @@ from torch.nn.functional import cross_entropy
 
 from modelworks.config import ModelConfig, OptimizerConfig, ParallelConfig
 from modelworks.layout import Layout, ParameterPlan, plan_parameters
-from modelworks.models import CausalContext, DropoutKey, Transformer, initialize
+from modelworks.models import CausalContext, DropoutKey, Transformer, default_dtype, initialize
 from modelworks.optim import build_optimizer, clip_gradients
 from modelworks.parallel import Mesh
 from modelworks.parallel.gradients import GradientStore, build_gradient_store, world_reduce
 from modelworks.train.loss import vocabulary_loss
-from modelworks.train.precision import default_dtype
 
 LENGTH, ROWS, STEPS, LR, MAX_NORM = 8, 12, 3, 1e-2, 0.05
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)

@@ -27,11 +27,10 @@ from modelworks.config import ParallelConfig
 from modelworks.layout import Layout, ParameterPlan, ShardSpec, plan_parameters, split_in_chunks
 from modelworks.layout.data_memory import data_parallel_memory, data_parallel_traffic, is_copied, padded_part
 from modelworks.layout.placement import zero_dimension
-from modelworks.models import CausalContext, Part, Transformer, initialize
+from modelworks.models import CausalContext, Part, Transformer, default_dtype, initialize
 from modelworks.parallel import Mesh, single_process
 from modelworks.parallel.gradients import build_gradient_store
 from modelworks.train.loss import vocabulary_loss
-from modelworks.train.precision import default_dtype
 
 SMALL_BUCKETS = {"bucket_size": 2048}
 # k has 2 rows and 18 columns, which 3 ranks cut along the columns: shards that are not contiguous.

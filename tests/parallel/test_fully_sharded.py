@@ -12,11 +12,10 @@ from test_data import EXPERT_LAYOUTS, SLANTED, assert_bytes_and_traffic, experts
 
 from modelworks.layout import Layout, plan_parameters
 from modelworks.layout.data_memory import data_parallel_memory
-from modelworks.models import Transformer, initialize
+from modelworks.models import Transformer, default_dtype, initialize
 from modelworks.parallel import Mesh
 from modelworks.parallel.expert import shard_experts
 from modelworks.parallel.gradients import build_gradient_store
-from modelworks.train.precision import default_dtype
 
 CASES = {
     "even": Case(parallel(dp_shard=2, zero=3), p=3.0),

@@ -14,12 +14,11 @@ from torch import Tensor
 from modelworks.config import ModelConfig, RunConfig
 from modelworks.layout import Layout, plan_parameters
 from modelworks.layout.pipeline import build_program, placed_stages, stage_layers
-from modelworks.models import CausalContext, Transformer, initialize
+from modelworks.models import CausalContext, Transformer, default_dtype, initialize
 from modelworks.parallel import Mesh, shard_tensor
 from modelworks.parallel.gradients import build_gradient_store
 from modelworks.parallel.pipeline import PipelineExecutor, build_parts, share_embedding
 from modelworks.train.loss import vocabulary_loss
-from modelworks.train.precision import default_dtype
 
 ROWS, LENGTH, STEPS = 2, 8, 2
 

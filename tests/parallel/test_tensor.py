@@ -22,7 +22,7 @@ from modelworks.models import (
     Transformer,
     initial_values,
     initialize,
-    initialize_shards,
+    initialize_slice,
 )
 from modelworks.parallel import Mesh, dropout_keys, shard_tensor
 from modelworks.train.loss import vocabulary_loss
@@ -273,7 +273,8 @@ def built_on_meta(mesh: Mesh, config: ModelConfig) -> dict[str, Tensor]:
     shard_tensor(part, plans, mesh, sequence_parallel=True)
     assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in part.parameters())
     part.to_empty(device="cpu")
-    initialize_shards(part, plans, 7)
+    for name, parameter in part.named_parameters():
+        initialize_slice(parameter, config, plans[name].computed, 7)
     return dict(part.state_dict())
 
 

@@ -12,7 +12,6 @@ from pool import WorkerPool
 from modelworks.config import RunConfig
 from modelworks.layout import Layout
 from modelworks.layout.traffic import step_traffic
-from modelworks.models import initialize_slice
 from modelworks.optim import build_optimizer
 from modelworks.parallel import Mesh, agree, split_model
 from modelworks.train import PRECISIONS, data_rows
@@ -105,7 +104,6 @@ def trained(mesh: Mesh, name: str) -> dict[str, Any]:
         config,
         mesh,
         dtype=precision.parameter_dtype,
-        fill=lambda spec, out: initialize_slice(out, config.model, spec, config.seed),
     )
     model.train()
     optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)

@@ -4,9 +4,17 @@ import pytest
 import torch
 
 from modelworks.config import ModelConfig, TrainConfig
-from modelworks.models import CausalContext, DropoutKey, Routing, Transformer, activation_bytes, initialize
+from modelworks.models import (
+    CausalContext,
+    DropoutKey,
+    Routing,
+    Transformer,
+    activation_bytes,
+    default_dtype,
+    initialize,
+)
 from modelworks.train import memory
-from modelworks.train.precision import PRECISIONS, default_dtype
+from modelworks.train.precision import PRECISIONS
 
 SHAPE = {"n_layers": 3, "d_model": 32, "n_heads": 4, "vocab_size": 64, "max_seq_len": 64}
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from run_files import assert_same_weights, series
 
-from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
+from modelworks.checkpoint import Checkpoint
 from modelworks.config import UserError, dump_yaml
 from modelworks.data import TrainLoader, build_dataset
-from modelworks.records import read_records
 from modelworks.train import loop, preparation, train
 from modelworks.train.stopping import StopRequest
 
@@ -41,19 +40,6 @@ job.train(load_run_config(sys.argv[1]), Path(sys.argv[2]), machine=machine)
 """
 
 
-def series(run_dir: Path, name: str) -> list[tuple[int, float]]:
-    return [
-        (record.step, float(record.value)) for record in read_records(run_dir / "records.jsonl") if record.name == name
-    ]
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(run_dir / "checkpoints")
-    assert path is not None
-    checkpoint = open_checkpoint(path)
-    return {f"{section}/{name}": t for section in ("model", "optimizer") for name, t in checkpoint.tensors(section)}
-
-
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], Any]) -> None:
     """Do something just before the update of step `number`."""
     real = loop.train_step
@@ -69,10 +55,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], A
 def assert_same_run(run_dir: Path, reference: Path) -> None:
     for name in ("train/loss", "train/grad_norm", "train/lr", "val/loss"):
         assert series(run_dir, name) == series(reference, name)
-    ours, theirs = weights(run_dir), weights(reference)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
+    assert_same_weights(run_dir, reference)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 import split_jobs
 import torch
 from rich.console import Console
+from run_files import assert_same_weights, series, weights
 
 from modelworks.checkpoint import latest_checkpoint, load_model, open_checkpoint
 from modelworks.config import RunConfig, dump_yaml, format_bytes
@@ -44,24 +45,8 @@ LAYOUTS: dict[str, list[str]] = {
 Whole = Callable[..., Path]
 
 
-def series(run_dir: Path, name: str) -> list[tuple[int, float]]:
-    records = read_records(run_dir / "records.jsonl")
-    return [(record.step, float(record.value)) for record in records if record.name == name]
-
-
 def events(run_dir: Path, name: str) -> list[str]:
     return [str(record.value) for record in read_records(run_dir / "records.jsonl") if record.name == name]
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    path = latest_checkpoint(run_dir / "checkpoints")
-    assert path is not None
-    checkpoint = open_checkpoint(path)
-    return {
-        f"{section}/{name}": tensor
-        for section in ("model", "optimizer", "routing")
-        for name, tensor in checkpoint.tensors(section)
-    }
 
 
 def assert_close(run_dir: Path, reference: Path, tolerance: float = 1e-4) -> None:
@@ -76,10 +61,7 @@ def assert_close(run_dir: Path, reference: Path, tolerance: float = 1e-4) -> Non
 def assert_same_bits(run_dir: Path, reference: Path) -> None:
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         assert series(run_dir, name) == series(reference, name)
-    ours, theirs = weights(run_dir), weights(reference)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
+    assert_same_weights(run_dir, reference)
 
 
 @pytest.fixture(scope="module")

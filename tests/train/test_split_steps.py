@@ -16,10 +16,9 @@ from split_jobs import MACHINE
 from torch import Tensor
 
 from modelworks.config import RunConfig, dump_yaml, parameter_shapes, parse_run_config
-from modelworks.layout import Layout, ShardSpec
-from modelworks.models import initialize_slice
+from modelworks.layout import Layout
 from modelworks.optim import build_optimizer
-from modelworks.parallel import Mesh, SplitModel, split_model
+from modelworks.parallel import Mesh, split_model
 from modelworks.train import PRECISIONS, Precision, compute_gradients, data_rows, hooks, job, micro_batches, one_rank
 from modelworks.train.precision import LossScaler
 from modelworks.train.state import TrainState
@@ -38,16 +37,9 @@ def read(*overrides: str) -> RunConfig:
     return parse_run_config(text, "test", list(overrides))
 
 
-def build(mesh: Mesh, config: RunConfig, dtype: torch.dtype) -> SplitModel:
-    def fill(spec: ShardSpec, out: Tensor) -> None:
-        initialize_slice(out, config.model, spec, config.seed)
-
-    return split_model(config, mesh, dtype=dtype, fill=fill)
-
-
 def steps(mesh: Mesh, overrides: list[str], precision: Precision, count: int = 1) -> list[StepResult]:
     config = read(*overrides)
-    model = build(mesh, config, precision.parameter_dtype)
+    model = split_model(config, mesh, dtype=precision.parameter_dtype)
     model.train()
     optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
     scaler = LossScaler(config.train.loss_scale) if precision.scales_loss else None
@@ -109,7 +101,7 @@ class OfAnotherPrecision:
 def computed_after_restoring(mesh: Mesh, overrides: list[str]) -> dict[str, bool]:
     """Whether what each parameter computes with is the master weight of the run before, in all its elements."""
     config = read(*overrides)
-    model = build(mesh, config, torch.float32)
+    model = split_model(config, mesh, dtype=torch.float32)
     optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
     checkpoint: Any = OfAnotherPrecision(config)
     TrainState(model, optimizer).restore(checkpoint)
@@ -133,7 +125,7 @@ def contexts_alive(mesh: Mesh, overrides: list[str]) -> tuple[int, int]:
             super().__init__(*arguments, **named)
             made.append(weakref.ref(self))
 
-    model = build(mesh, config, torch.float32)
+    model = split_model(config, mesh, dtype=torch.float32)
     with patch.object(micro_batches, "DocumentContext", Noted):
         batch, more = verification_batch(config, 0), {"step": 0, "micro_batch": 1, "precision": PRECISIONS["fp32"]}
         gradients = compute_gradients(model, batch, config, **more)  # type: ignore[arg-type]

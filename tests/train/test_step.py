@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modelworks.config import RunConfig, UserError, parse_run_config
 from modelworks.data.batch import Batch
-from modelworks.models import CausalContext, Transformer, initialize_slice
+from modelworks.models import CausalContext, Transformer
 from modelworks.optim import build_optimizer
 from modelworks.parallel import SplitModel, single_process, split_model
 from modelworks.train.precision import PRECISIONS, LossScaler, Precision
@@ -32,12 +32,7 @@ def make_config(*overrides: str) -> RunConfig:
 
 
 def make_model(config: RunConfig, dtype: torch.dtype = torch.float64) -> SplitModel:
-    return split_model(
-        config,
-        single_process(torch.device("cpu")),
-        dtype=dtype,
-        fill=lambda spec, out: initialize_slice(out, config.model, spec, seed=0),
-    )
+    return split_model(config, single_process(torch.device("cpu")), dtype=dtype)
 
 
 def whole(model: SplitModel) -> Transformer:

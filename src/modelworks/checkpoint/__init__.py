@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from modelworks.lazy_names import lazily
 
 if TYPE_CHECKING:
     from modelworks.checkpoint.conversion import convert as convert
@@ -48,8 +49,4 @@ _OFFERS = {
 
 __all__ = sorted(_OFFERS)  # resolved lazily, so that naming the room does not import torch
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _OFFERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_OFFERS[name]}"), name)
+__getattr__ = lazily(__name__, _OFFERS)

@@ -189,6 +189,11 @@ class RunConfig(Frozen):
     evaluate: EvaluateConfig = EvaluateConfig()
     health: HealthConfig = HealthConfig()
 
+    @property
+    def rank_rows(self) -> int:
+        """Rows of the global batch on one data-parallel rank."""
+        return self.train.global_batch // (self.parallel.dp_replicate * self.parallel.dp_shard)
+
     @field_validator("model", mode="before")
     @classmethod
     def _named_model(cls, value: object) -> object:

@@ -5,8 +5,9 @@ Names are imported on first use: tokenising needs no torch, and neither do the p
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from modelworks.lazy_names import lazily
 
 if TYPE_CHECKING:
     from modelworks.data.batch import Batch as Batch
@@ -47,11 +48,7 @@ _OFFERS = {
 }
 _HOME = {name: module for module, names in _OFFERS.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazily(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

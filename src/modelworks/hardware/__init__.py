@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from modelworks.hardware.catalogue import Catalogue, Device, Link, catalogue, device, match_cuda_name
 from modelworks.hardware.choose import (
@@ -15,6 +14,7 @@ from modelworks.hardware.choose import (
     peak_flops,
 )
 from modelworks.hardware.machine import Accelerator, MachineFacts, compiler, facts
+from modelworks.lazy_names import lazily
 
 if TYPE_CHECKING:
     from modelworks.hardware.measure import Machine, fingerprint, gemm_rate, measure_machine
@@ -45,8 +45,4 @@ __all__ = [
 # These import torch, which takes about a second: only when asked for.
 _WITH_TORCH = {"Machine", "fingerprint", "gemm_rate", "measure_machine"}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _WITH_TORCH:
-        return getattr(import_module("modelworks.hardware.measure"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, dict.fromkeys(_WITH_TORCH, "measure"))

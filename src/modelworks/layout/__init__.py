@@ -9,12 +9,13 @@ from modelworks.layout.data_memory import (
 )
 from modelworks.layout.feasible import check_layout, describe, nearest_layouts, neighbours
 from modelworks.layout.layout import AXES, Coordinates, Layout
-from modelworks.layout.placement import PLACEMENTS, ParameterPlan, placement, plan_parameters, stages_of
+from modelworks.layout.placement import PLACEMENTS, V_SHAPED, ParameterPlan, placement, plan_parameters, stages_of
 from modelworks.layout.shards import ShardSpec, split_evenly, split_in_chunks, whole_tensors
 
 __all__ = [
     "AXES",
     "PLACEMENTS",
+    "V_SHAPED",
     "Coordinates",
     "DataParallelMemory",
     "Layout",

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from modelworks.config import ModelConfig, ParallelConfig, RunConfig, UserError
 from modelworks.layout.layout import AXES
+from modelworks.layout.placement import V_SHAPED
 
-V_SHAPED = ("zbv", "dualpipev")
-SPLIT_BACKWARD = ("zb-h1", "interleaved-zb", "zbv", "dualpipev")
+SPLIT_BACKWARD = ("zb-h1", "interleaved-zb", *V_SHAPED)
 INTERLEAVED = ("interleaved", "interleaved-zb")
 
 

@@ -10,13 +10,16 @@ Invariant: over all ranks, the `stored` slices that are `counted` cover each ele
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from modelworks.config import ModelConfig, ParallelConfig, parameter_shapes
 from modelworks.layout.layout import Layout
 from modelworks.layout.shards import ShardSpec, split_in_chunks
+
+# Schedules whose stages go down the ranks and come back, so that the first and the last stage share a rank.
+V_SHAPED = ("zbv", "dualpipev")
 
 Kind = Literal[
     "heads", "kv_heads", "column", "row", "vocabulary", "replicated", "per_head", "expert_column", "expert_row"
@@ -87,6 +90,30 @@ class ParameterPlan:
         return "expert_replicate" if self.experts else "dp_replicate"
 
 
+@dataclass(frozen=True)
+class _Here:
+    """Where one rank stands in the groups that matter to parameters, worked out once for all of them."""
+
+    tp: int
+    pp: int
+    groups: Mapping[str, tuple[int, int]]  # name -> (place, size)
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> _Here:
+        coordinates = layout.coordinates(rank)
+        groups = {}
+        for name in ("ep", "shard", "dp_replicate", "expert_shard", "expert_replicate"):
+            ranks = layout.ranks(rank, name)
+            groups[name] = (ranks.index(rank), len(ranks))
+        return cls(coordinates.tp, coordinates.pp, groups)
+
+    def place(self, group: str) -> int:
+        return self.groups[group][0]
+
+    def size(self, group: str) -> int:
+        return self.groups[group][1]
+
+
 def placement(name: str) -> Kind:
     """How the parameter of this full name is cut. Raises KeyError for a name that no layer declares."""
     for suffix in _SUFFIXES:
@@ -104,13 +131,14 @@ def plan_parameters(
     Raises KeyError for a parameter that no layer declares.
     """
     held = stages_of(layout, parallel, rank)
+    here = _Here.of(layout, rank)
     layers = {layer for stage in held for layer in stages[stage]}
     first, last = 0 in held, len(stages) - 1 in held
     plans = {}
     for name, shape in parameter_shapes(model).items():
         if not _is_held(name, model, layers, first, last):
             continue
-        plans[name] = _plan(name, shape, model, layout, parallel, rank, both_ends=first and last)
+        plans[name] = _plan(name, shape, model, layout, parallel, here, both_ends=first and last)
     return plans
 
 
@@ -121,7 +149,7 @@ def stages_of(layout: Layout, parallel: ParallelConfig, rank: int) -> list[int]:
     the first and the last stage share a rank.
     """
     place, degree = layout.coordinates(rank).pp, layout.pp
-    if degree > 1 and parallel.pp_schedule in ("zbv", "dualpipev"):
+    if degree > 1 and parallel.pp_schedule in V_SHAPED:
         return [place, 2 * degree - 1 - place]
     return [place + degree * chunk for chunk in range(parallel.pp_virtual)]
 
@@ -142,12 +170,11 @@ def _plan(
     model: ModelConfig,
     layout: Layout,
     parallel: ParallelConfig,
-    rank: int,
+    here: _Here,
     *,
     both_ends: bool,
 ) -> ParameterPlan:
     kind = placement(name)
-    here = layout.coordinates(rank)
     spec = ShardSpec.whole(name, shape)
     sums: list[str] = []
     first_copy = True  # of the ranks that hold these elements after tp, pp and ep
@@ -165,13 +192,13 @@ def _plan(
         if layout.tp > 1 and (kind == "per_head" or parallel.sequence_parallel):
             sums.append("tp")
     if experts:
-        spec = spec.cut(0, layout.ep, layout.place(rank, "ep"))
+        spec = spec.cut(0, layout.ep, here.place("ep"))
     if name == "embedding.weight" and model.tie_embeddings and layout.pp > 1 and not both_ends:
         sums.append("tied")
         first_copy = first_copy and here.pp == 0
     plan = ParameterPlan(spec, spec, None, tuple(sums), experts)
-    shards, replicas = layout.size(rank, plan.shard_group), layout.place(rank, plan.replicate_group)
-    place = layout.place(rank, plan.shard_group)
+    shards, place = here.size(plan.shard_group), here.place(plan.shard_group)
+    replicas = here.place(plan.replicate_group)
     stored, dimension = spec, None
     if parallel.zero and shards > 1:
         dimension = zero_dimension(spec.local_shape, shards)

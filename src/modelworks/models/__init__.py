@@ -5,8 +5,9 @@ Names are loaded on first use, so that importing this room does not import torch
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from modelworks.lazy_names import lazily
 
 if TYPE_CHECKING:
     from modelworks.models.balancing import RoutingTotals as RoutingTotals
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from modelworks.models.context import CausalContext as CausalContext
     from modelworks.models.context import DocumentContext as DocumentContext
     from modelworks.models.dropout import DropoutKey as DropoutKey
+    from modelworks.models.dtypes import default_dtype as default_dtype
     from modelworks.models.families import NameEntry as NameEntry
     from modelworks.models.families import canonical_name as canonical_name
     from modelworks.models.families import entries_by_name as entries_by_name
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from modelworks.models.generation import generate as generate
     from modelworks.models.initialization import initial_values as initial_values
     from modelworks.models.initialization import initialize as initialize
-    from modelworks.models.initialization import initialize_shards as initialize_shards
     from modelworks.models.initialization import initialize_slice as initialize_slice
     from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE as LONGEST_BLOCKWISE
     from modelworks.models.recompute import activation_bytes as activation_bytes
@@ -53,13 +54,13 @@ _HOME = {
     "Transformer": "transformer",
     "activation_bytes": "recompute",
     "canonical_name": "families",
+    "default_dtype": "dtypes",
     "entries_by_name": "families",
     "from_hugging_face": "families",
     "generate": "generation",
     "initial_values": "initialization",
     "initialize": "initialization",
     "initialize_slice": "initialization",
-    "initialize_shards": "initialization",
     "load_routing_state": "balancing",
     "name_map": "families",
     "routed_layers": "balancing",
@@ -71,10 +72,4 @@ _HOME = {
 
 __all__ = sorted(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Kept: importing the file `generate` puts the module where the function of that name belongs.
-    globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    return value
+__getattr__ = lazily(__name__, _HOME)

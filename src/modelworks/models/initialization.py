@@ -8,13 +8,13 @@ does not grow with depth; norm weights are 1, biases 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from modelworks.config import ModelConfig
-from modelworks.layout import ParameterPlan, ShardSpec
+from modelworks.layout import ShardSpec
 from modelworks.models.random import CHUNK, Key, normal
 
 # Elements made at a time: never a whole float64 copy of a large matrix.
@@ -25,16 +25,6 @@ def initialize(model: nn.Module, seed: int) -> None:
     """Set every parameter of a `Transformer` in place. The model must be materialised (not on the meta device)."""
     for name, parameter in model.named_parameters():
         initialize_slice(parameter, model.config, ShardSpec.whole(name, tuple(parameter.shape)), seed)  # type: ignore[arg-type]
-
-
-def initialize_shards(part: nn.Module, plans: Mapping[str, ParameterPlan], seed: int) -> None:
-    """Set every parameter of a part of a `Transformer`, of which each is the slice that its plan computes with.
-
-    The values are those that `initialize` gives the same elements of a whole model, bit for bit. No whole tensor is
-    made; the columns of a matrix are taken from a few rows at a time.
-    """
-    for name, parameter in part.named_parameters():
-        initialize_slice(parameter, part.config, plans[name].computed, seed)  # type: ignore[arg-type]
 
 
 def initial_values(
@@ -66,7 +56,11 @@ def initial_values(
 
 
 def initialize_slice(parameter: Tensor, config: ModelConfig, spec: ShardSpec, seed: int) -> None:
-    """Set `parameter`, which holds the slice `spec` of a logical one, on its own device and piece by piece."""
+    """Set `parameter`, which holds the slice `spec` of a logical one, on its own device and piece by piece.
+
+    The values are those that `initialize` gives the same elements of a whole model, bit for bit. No whole tensor is
+    made; the columns of a matrix are taken from a few rows at a time.
+    """
     if tuple(parameter.shape) != spec.local_shape:
         raise ValueError(f"{spec.name}: a tensor of shape {tuple(parameter.shape)} cannot hold {spec.local_shape}")
 

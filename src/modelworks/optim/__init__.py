@@ -6,8 +6,9 @@ split: a sum over shards comes in as an argument.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from modelworks.lazy_names import lazily
 from modelworks.optim.groups import ParameterOptions, parameter_options
 from modelworks.optim.schedules import Schedule, build_schedule
 
@@ -30,10 +31,4 @@ __all__ = [
 
 _NEED_TORCH = {"AdamW": "adamw", "build_optimizer": "adamw", "clip_gradients": "clip", "Reduce": "clip"}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _NEED_TORCH:
-        from importlib import import_module
-
-        return getattr(import_module(f"modelworks.optim.{_NEED_TORCH[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _NEED_TORCH)

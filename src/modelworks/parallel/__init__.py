@@ -5,8 +5,9 @@ Names are loaded on first use, so that importing this room does not import torch
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from modelworks.lazy_names import lazily
 
 if TYPE_CHECKING:
     from modelworks.parallel.apply import SplitModel as SplitModel
@@ -81,8 +82,4 @@ _HOME = {
 
 __all__ = sorted(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazily(__name__, _HOME)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from modelworks.config import RunConfig, parameter_shapes
 from modelworks.layout import ParameterPlan, ShardSpec, plan_parameters, stages_of
 from modelworks.layout.pipeline import Program, build_program, stage_layers
-from modelworks.models import Transformer
+from modelworks.models import Transformer, default_dtype, initialize_slice
 from modelworks.parallel.expert import shard_experts
 from modelworks.parallel.gradients import Fill, GradientStore, build_gradient_store
 from modelworks.parallel.logical import Assembler
@@ -49,16 +49,11 @@ class SplitModel:
     _executors: dict[int, PipelineExecutor] = field(default_factory=dict)
 
     @property
-    def holds_last(self) -> bool:
-        """Whether the loss is computed on this rank."""
-        return len(self.stages) - 1 in self.parts
-
-    @property
     def stored(self) -> dict[str, Tensor]:
         """The shards that the optimiser updates, by full name."""
         return self.gradients.stored_parameters()
 
-    @property
+    @cached_property
     def counted(self) -> set[str]:
         """Names of the shards that this rank counts in sums over all ranks."""
         return {name for name, plan in self.plans.items() if plan.stored.counted}
@@ -132,24 +127,19 @@ def split_model(
     mesh: Mesh,
     *,
     dtype: torch.dtype,
-    fill: Fill,
+    fill: Fill | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> SplitModel:
     """The model of `config` on this rank, with values. All ranks call it.
 
-    dtype: of the stored parameters. fill: (spec, tensor) sets the values of one slice of a parameter. prepare: done to
-    each block before data parallelism wraps it (torch.compile).
+    dtype: of the stored parameters. fill: (spec, tensor) sets the values of one slice of a parameter; None: to the
+    run's initial values. prepare: done to each block before data parallelism wraps it (torch.compile).
     """
     parallel, model = config.parallel, config.model
     stages = stage_layers(config)
     plans = plan_parameters(model, mesh.layout, parallel, mesh.rank, stages)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            parts = build_parts(model, stages, stages_of(mesh.layout, parallel, mesh.rank))
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(dtype), torch.device("meta"):
+        parts = build_parts(model, stages, stages_of(mesh.layout, parallel, mesh.rank))
     for part in parts.values():
         shard_tensor(part, plans, mesh, sequence_parallel=parallel.sequence_parallel)
         shard_experts(part, plans, mesh)
@@ -159,5 +149,5 @@ def split_model(
                 prepare(block)
     share_embedding(parts)
     gradients = build_gradient_store(list(parts.values()), plans, mesh, parallel)
-    gradients.load(fill)
+    gradients.load(fill or (lambda spec, out: initialize_slice(out, model, spec, config.seed)))
     return SplitModel(config, mesh, stages, plans, parts, gradients)

@@ -19,7 +19,7 @@ A group of one does nothing. No function here is traced by torch.compile: what c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -202,122 +202,80 @@ class _Started:
 @not_traced
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """x as it is; its gradient is the sum of all ranks' gradients."""
-    return x if group.size == 1 else _CopyTo.apply(x, group)  # type: ignore[no-untyped-call]
+    return _exchanged(x, group, lambda x: x.view_as(x), lambda gradient: group.all_reduce_(_copy(gradient)))
 
 
 @not_traced
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks; the gradient passes as it is."""
-    return x if group.size == 1 else _ReduceFrom.apply(x, group)  # type: ignore[no-untyped-call]
+    return _exchanged(x, group, lambda x: group.all_reduce_(_copy(x)), lambda gradient: gradient)
 
 
 @not_traced
 def gather_from(x: Tensor, group: Group, dim: int) -> Tensor:
     """All ranks' parts along `dim`; gradients of all ranks are summed, each rank getting its part's."""
-    return x if group.size == 1 else _GatherFrom.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return _exchanged(
+        x, group, lambda x: group.all_gather(x, dim), lambda gradient: group.reduce_scatter(gradient, dim)
+    )
 
 
 @not_traced
 def gather_copy(x: Tensor, group: Group, dim: int) -> Tensor:
     """All ranks' parts along `dim`, for a use that is the same on every rank: the gradient is the own part's."""
-    return x if group.size == 1 else _GatherCopy.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return _exchanged(x, group, lambda x: group.all_gather(x, dim), lambda gradient: _own_part(gradient, group, dim))
 
 
 @not_traced
 def scatter_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum over ranks; gradients of all parts are gathered."""
-    return x if group.size == 1 else _ScatterTo.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return _exchanged(
+        x, group, lambda x: group.reduce_scatter(x, dim), lambda gradient: group.all_gather(gradient, dim)
+    )
 
 
 @not_traced
 def split_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part along `dim` of an x that all ranks hold; gradients of all parts are gathered."""
-    return x if group.size == 1 else _SplitTo.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return _exchanged(x, group, lambda x: _own_part(x, group, dim), lambda gradient: group.all_gather(gradient, dim))
 
 
 @not_traced
 def all_to_all(x: Tensor, group: Group, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
     """Rows exchanged by `Group.all_to_all`; gradients go back the same way."""
-    if group.size == 1:
-        return x
-    return _AllToAll.apply(x, group, list(output_splits), list(input_splits))  # type: ignore[no-any-return, no-untyped-call]
+    return _exchanged(
+        x,
+        group,
+        lambda x: group.all_to_all(x, output_splits, input_splits),
+        lambda gradient: group.all_to_all(gradient, input_splits, output_splits),
+    )
 
 
-class _CopyTo(torch.autograd.Function):
+_Change = Callable[[Tensor], Tensor]
+
+
+def _exchanged(x: Tensor, group: Group, there: _Change, back: _Change) -> Tensor:
+    """`there` on x in the forward pass, `back` on the gradient in the backward pass; x itself for a group of one."""
+    return x if group.size == 1 else _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce_(gradient.contiguous().clone()), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.all_reduce_(x.contiguous().clone())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.all_gather(x, dim)
+    def forward(ctx: Any, x: Tensor, there: _Change, back: _Change) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.reduce_scatter(gradient, ctx.dim), None, None
+        return ctx.back(gradient), None, None
 
 
-class _GatherCopy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.chunk(ctx.group.size, ctx.dim)[ctx.group.index].contiguous(), None, None
+def _copy(x: Tensor) -> Tensor:
+    """What may be changed in place."""
+    return x.contiguous().clone()
 
 
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.reduce_scatter(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.all_gather(gradient, ctx.dim), None, None
-
-
-class _SplitTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return x.chunk(group.size, dim)[group.index].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.all_gather(gradient, ctx.dim), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, output_splits: list[int], input_splits: list[int]) -> Tensor:
-        ctx.group, ctx.splits = group, (output_splits, input_splits)
-        return group.all_to_all(x, output_splits, input_splits)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        output_splits, input_splits = ctx.splits
-        return ctx.group.all_to_all(gradient, input_splits, output_splits), None, None, None
+def _own_part(x: Tensor, group: Group, dim: int) -> Tensor:
+    return x.chunk(group.size, dim)[group.index].contiguous()
 
 
 def _joined_along(stacked: Tensor, parts: int, dim: int) -> Tensor:

@@ -46,7 +46,7 @@ def shard_tensor(part: Transformer, plans: Mapping[str, ParameterPlan], mesh: Me
     """Make `part` this rank's share of itself, in place; every rank of `tp` calls it, before anything wraps the part.
 
     Each parameter becomes a plain tensor of the slice that its plan computes with: its old values where it had some,
-    still unset on the meta device (`initialize_shards` fills it). Names, dtype and device stay. The part takes whole
+    still unset on the meta device (`initialize_slice` fills it). Names, dtype and device stay. The part takes whole
     tokens and positions (rows, length) as before, and gives whole hidden states if it is the last; between parts,
     under sequence parallelism, goes the stream of this rank's tokens, (rows, length / tp, d_model).
     """

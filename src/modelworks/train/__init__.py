@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from modelworks.lazy_names import lazily
 
 if TYPE_CHECKING:
     from modelworks.train.allocator import keep_freed_memory as keep_freed_memory
@@ -29,23 +30,23 @@ if TYPE_CHECKING:
     from modelworks.train.step import data_rows as data_rows
 
 _HOME = {
-    "NonFiniteStep": "step",
-    "own_columns": "micro_batches",
-    "data_rows": "step",
-    "compute_gradients": "step",
-    "apply_gradients": "step",
-    "PRECISIONS": "precision",
-    "Precision": "precision",
     "Decision": "derivation",
     "Derived": "derivation",
+    "NonFiniteStep": "step",
+    "PRECISIONS": "precision",
+    "Precision": "precision",
     "Result": "result",
     "TaskRunner": "evaluation.tasks",
     "TextScore": "evaluation.validation",
     "TrainingFailed": "loop",
+    "apply_gradients": "step",
     "check_references": "preparation",
+    "compute_gradients": "step",
+    "data_rows": "step",
     "derive": "derivation",
     "keep_freed_memory": "allocator",
     "measure": "preparation",
+    "own_columns": "micro_batches",
     "print_decisions": "beginning",
     "score_text": "evaluation.validation",
     "train": "job",
@@ -54,8 +55,4 @@ _HOME = {
 
 __all__ = sorted(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazily(__name__, _HOME)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from modelworks.config import Duration, RunConfig, TrainConfig, UserError, count_parameters, format_bytes
+from modelworks.config import Duration, RunConfig, UserError, count_parameters, format_bytes
 from modelworks.hardware import Machine, choose_device, choose_precision
 from modelworks.layout import Layout
 from modelworks.optim import Schedule, build_schedule
@@ -102,7 +102,7 @@ def derive(
         decide("train.micro_batch", rows, reason)
         train = train.model_copy(update={"micro_batch": rows})
     micro_batch = int(train.micro_batch)
-    rows = _rank_rows(config, train)
+    rows = config.rank_rows
     accumulation = -(-rows // micro_batch)
     of_rank = "" if rows == train.global_batch else " of each data-parallel rank"
     decide("accumulation", accumulation, f"{rows} sequences{of_rank} in micro-batches of {micro_batch}")
@@ -182,8 +182,8 @@ def _choose_micro_batch(config: RunConfig, ranks_here: int) -> tuple[int, str]:
     parallel = config.parallel
     wanted = CPU_TOKENS if train.device == "cpu" else GPU_TOKENS
     # A pipeline needs several micro-batches to fill, at least as many as it has ranks.
-    most = max(1, _rank_rows(config, train) // (parallel.pp if parallel.pp > 1 else 1))
-    shares = [rows for rows in range(most, 0, -1) if _rank_rows(config, train) % rows == 0]
+    most = max(1, config.rank_rows // (parallel.pp if parallel.pp > 1 else 1))
+    shares = [rows for rows in range(most, 0, -1) if config.rank_rows % rows == 0]
     fast = [rows for rows in shares if rows * seq_len <= wanted] or [1]
     free = _free_memory(train.device) // (1 if train.device == "cuda" else ranks_here)  # a device is a rank's own
     for rows in fast:
@@ -200,11 +200,6 @@ def _choose_micro_batch(config: RunConfig, ranks_here: int) -> tuple[int, str]:
         f"tokens, and {format_bytes(free)} are free; make the model or data.seq_len smaller, set train.recompute to "
         f"`full`, or set train.micro_batch to try nevertheless"
     )
-
-
-def _rank_rows(config: RunConfig, train: TrainConfig) -> int:
-    """Rows of the global batch on one data-parallel rank."""
-    return train.global_batch // (config.parallel.dp_replicate * config.parallel.dp_shard)
 
 
 def _predict(config: RunConfig, rows: int) -> MemoryPrediction:

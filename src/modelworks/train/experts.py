@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -21,23 +22,18 @@ def balance_experts(model: SplitModel, routings: Sequence[Routing], global_rows:
     """After an update: move the biases of this rank's routers. Returns the figures of all layers, on every rank."""
     if not model.config.model.n_experts:
         return {}
-    figures: dict[str, float] = {}
+    figures = []
     for part in model.parts.values():
         totals = RoutingTotals(part, model.mesh.device)
         for routing in routings:
             totals.add(routing)
         reduce_totals_(totals, model.mesh)
         update_router_bias(part, totals.loads())
-        for name, value in totals.figures(global_rows).items():
-            # The losses are sums over layers, and a rank may hold several parts.
-            figures[name] = figures.get(name, 0.0) + value if name.endswith("_loss") else value
-    return _of_all_stages(model, figures)
-
-
-def _of_all_stages(model: SplitModel, figures: dict[str, float]) -> dict[str, float]:
+        figures.append(totals.figures(global_rows))
     merged: dict[str, float] = {}
-    for own in model.mesh.group("pp").gather_objects(figures):
-        for name, value in own.items():
+    for of_part in itertools.chain.from_iterable(model.mesh.group("pp").gather_objects(figures)):
+        for name, value in of_part.items():
+            # Every other figure is of one layer; the losses are sums over layers, and so over parts.
             merged[name] = merged.get(name, 0.0) + value if name.endswith("_loss") else value
     return merged
 

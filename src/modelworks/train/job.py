@@ -86,10 +86,10 @@ def train(
         log = RunLog(run_dir if mesh.is_main else None, first_step=state.step)
         held.callback(log.close)
         _say_and_record(prepared, state, log, console)
-        hooks = _build_hooks(prepared, state, run_dir, log, memory, console)
+        peak = job_peak(prepared.derived, prepared.machine, prepared.n_hosts)
+        hooks = _build_hooks(prepared, state, run_dir, log, memory, console, peak.flops)
         memory_report.kept = hooks.checkpoints.kept
         baselines = on_rank_0(mesh, lambda: _baselines(config, prepared.dataset, console))
-        peak = job_peak(prepared.derived, prepared.machine, prepared.n_hosts)
         record_start(log, state, prepared.derived, baselines, prepared.machine, peak)
         stop = _run(prepared, state, hooks, Profile(run_dir if profile and mesh.is_main else None, prepared.derived))
         result = build_result(
@@ -167,13 +167,18 @@ def _say_and_record(prepared: Prepared, state: TrainState, log: RunLog, console:
 
 
 def _build_hooks(
-    prepared: Prepared, state: TrainState, run_dir: Path, log: RunLog, memory: MemoryMeter, console: Console
+    prepared: Prepared,
+    state: TrainState,
+    run_dir: Path,
+    log: RunLog,
+    memory: MemoryMeter,
+    console: Console,
+    peak_flops: float,
 ) -> _Hooks:
     derived, dataset, loader = prepared.derived, prepared.dataset, prepared.loader
     config = derived.config
     terminal = Terminal(console, total_steps=derived.total_steps, log_every=config.train.log_every)
     flops = training_flops_per_token(config.model, config.data.seq_len).training
-    peak = job_peak(derived, prepared.machine, prepared.n_hosts).flops
     text = validation_batches(
         dataset,
         seq_len=config.data.seq_len,
@@ -187,7 +192,7 @@ def _build_hooks(
     return _Hooks(
         log,
         terminal,
-        recording=Recording(log, terminal, memory, loader.tokens_per_step, flops, peak),
+        recording=Recording(log, terminal, memory, loader.tokens_per_step, flops, peak_flops),
         split=SplitRecords(log, derived, state, run_dir) if state.model.mesh.layout.world_size > 1 else None,
         validation=Validation(log, terminal, derived, text, dataset, loader, prompts),
         questions=Questions(log, terminal, derived.tasks_every, questions) if questions else None,

@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from modelworks.config import ModelConfig, TrainConfig, count_parameters
 from modelworks.layout.loss_chunks import loss_chunk_tokens
-from modelworks.models import LONGEST_BLOCKWISE, CausalContext, DropoutKey, Routing, Transformer
+from modelworks.models import LONGEST_BLOCKWISE, CausalContext, DropoutKey, Routing, Transformer, default_dtype
 from modelworks.train.loss import SOFTMAX_BYTES
-from modelworks.train.precision import PRECISIONS, default_dtype
+from modelworks.train.precision import PRECISIONS
 
 WIDE, NARROW = 4, 2  # bytes of float32; of bfloat16 and float16
 

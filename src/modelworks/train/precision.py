@@ -11,8 +11,7 @@ a power of two before the backward pass and the gradients divided by it after (M
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,17 +37,6 @@ class Precision:
             return nullcontext()
         # The weight cache would keep casts alive across micro-batches of one context; each pass enters its own.
         return torch.autocast(device.type, dtype=self.autocast_dtype)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New tensors, and so the parameters of a module built in the block, have this dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 PRECISIONS: dict[str, Precision] = {

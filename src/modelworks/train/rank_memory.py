@@ -12,10 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from modelworks.config import RunConfig
-from modelworks.layout import Layout, plan_parameters, stages_of
-from modelworks.layout.data_memory import data_parallel_memory
+from modelworks.layout import (
+    V_SHAPED,
+    DataParallelMemory,
+    Layout,
+    data_parallel_memory,
+    plan_parameters,
+    stages_of,
+)
 from modelworks.layout.pipeline import peak_formula, stage_layers
-from modelworks.train.memory import NARROW, WIDE, MemoryPrediction, predict_memory
+from modelworks.train.memory import WIDE, MemoryPrediction, predict_memory
+from modelworks.train.precision import PRECISIONS
 
 
 def predict_rank_memory(
@@ -43,6 +50,30 @@ def predict_rank_memory(
     )
 
 
+def stored_memory(config: RunConfig, rank: int, *, itemsize: int, micro_batches: int) -> tuple[DataParallelMemory, int]:
+    """Parameters and gradients of one rank, and bytes of its optimiser state, wherever that lives.
+
+    itemsize: bytes of a stored parameter's element. micro_batches: of a step.
+    """
+    parallel, model, layout = config.parallel, config.model, Layout.of(config.parallel)
+    plans = plan_parameters(model, layout, parallel, rank, stage_layers(config))
+    both_ends = parallel.pp > 1 and model.tie_embeddings and parallel.pp_schedule in V_SHAPED
+    data = data_parallel_memory(
+        plans,
+        layout,
+        rank,
+        zero=parallel.zero,
+        accumulate=parallel.accumulate_reduce,
+        micro_batches=micro_batches,
+        itemsize=itemsize,
+        gathered_whole={"embedding.weight"} if both_ends else (),
+    )
+    # Two moments in float32, and master weights where those that compute are narrower or the state lies elsewhere.
+    master = itemsize < WIDE or parallel.offload != "none"
+    state = (2 + master) * WIDE
+    return data, state * sum(plan.stored.n_local for plan in plans.values())
+
+
 def _of_rank(
     config: RunConfig,
     layout: Layout,
@@ -53,20 +84,9 @@ def _of_rank(
     micro_batch: int,
 ) -> MemoryPrediction:
     parallel, model = config.parallel, config.model
-    plans = plan_parameters(model, layout, parallel, rank, stages)
-    stored = NARROW if precision == "bf16" else WIDE
-    rows = config.train.global_batch // (parallel.dp_replicate * parallel.dp_shard)
-    micro_batches = -(-rows // micro_batch)
-    data = data_parallel_memory(
-        plans,
-        layout,
-        rank,
-        zero=parallel.zero,
-        accumulate=parallel.accumulate_reduce,
-        micro_batches=micro_batches,
-        itemsize=stored,
-    )
-    state = 2 * WIDE + (WIDE if precision == "bf16" else 0)
+    micro_batches = -(-config.rank_rows // micro_batch)
+    itemsize = PRECISIONS[precision].parameter_dtype.itemsize
+    data, state = stored_memory(config, rank, itemsize=itemsize, micro_batches=micro_batches)
     held = stages_of(layout, parallel, rank)
     layers = sum(len(stages[stage]) for stage in held) / len(held)
     place = layout.coordinates(rank).pp
@@ -75,7 +95,7 @@ def _of_rank(
     return MemoryPrediction(
         parameters=data.parameters,
         gradients=max(data.accumulating, data.gradients),
-        optimizer=sum(plan.stored.n_local for plan in plans.values()) * state,
+        optimizer=state,
         activations=round(whole.activations * share / (parallel.cp * parallel.tp)),
         loss=whole.loss // (parallel.cp * parallel.tp) if len(stages) - 1 in held else 0,
     )

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelworks.layout import Layout, data_parallel_memory, plan_parameters
+from modelworks.layout import Layout
 from modelworks.layout.pipeline import (
     Action,
     Costs,
@@ -35,13 +35,13 @@ from modelworks.layout.pipeline import (
     chrome_trace,
     peak_formula,
     simulate,
-    stage_layers,
     stage_ranks,
 )
 from modelworks.layout.traffic import step_traffic
 from modelworks.records import Kind, Record
 from modelworks.train.derivation import Derived
 from modelworks.train.loop import StepDone
+from modelworks.train.rank_memory import stored_memory
 from modelworks.train.recording import RunLog
 from modelworks.train.run_directory import write_atomically
 from modelworks.train.state import TrainState
@@ -137,30 +137,11 @@ class SplitRecords:
 def predict_rank(derived: Derived, rank: int) -> RankFigures:
     """What the formulas say of one rank."""
     config, precision = derived.config, derived.precision
-    parallel, model, layout = config.parallel, config.model, Layout.of(config.parallel)
-    rows = config.train.global_batch // (parallel.dp_replicate * parallel.dp_shard)
+    parallel, layout, rows = config.parallel, Layout.of(config.parallel), config.rank_rows
     micro_batches = [min(derived.micro_batch, rows - start) for start in range(0, rows, derived.micro_batch)]
-    stages = stage_layers(config)
-    plans = plan_parameters(model, layout, parallel, rank, stages)
     itemsize = precision.parameter_dtype.itemsize
-    both_ends = parallel.pp > 1 and model.tie_embeddings and parallel.pp_schedule in ("zbv", "dualpipev")
-    data = data_parallel_memory(
-        plans,
-        layout,
-        rank,
-        zero=parallel.zero,
-        accumulate=parallel.accumulate_reduce,
-        micro_batches=len(micro_batches),
-        itemsize=itemsize,
-        gathered_whole={"embedding.weight"} if both_ends else (),
-    )
-    # Two moments in float32, and master weights where those that compute are narrower or the state lies elsewhere.
-    state = 8 + (4 if itemsize < 4 or parallel.offload != "none" else 0)
-    memory = {
-        "parameters": data.parameters,
-        "gradients": data.gradients,
-        "optimizer": state * sum(plan.stored.n_local for plan in plans.values()),
-    }
+    data, state = stored_memory(config, rank, itemsize=itemsize, micro_batches=len(micro_batches))
+    memory = {"parameters": data.parameters, "gradients": data.gradients, "optimizer": state}
     if parallel.pp == 1 and len(micro_batches) > 1 and parallel.accumulate_reduce == "last":
         memory["gradients_accumulating"] = data.accumulating
     product = precision.autocast_dtype

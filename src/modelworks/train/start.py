@@ -13,7 +13,6 @@ from modelworks.config import ModelConfig, RunConfig, UserError, parameter_shape
 from modelworks.data import Dataset, Tokenizer
 from modelworks.hardware import compiler
 from modelworks.layout import ShardSpec
-from modelworks.models import initialize_slice
 from modelworks.optim import build_optimizer
 from modelworks.parallel import Fill, Mesh, split_model, state_allocator
 from modelworks.train.derivation import Derived
@@ -50,8 +49,8 @@ def build_state(
     return TrainState(model, optimizer, scaler)
 
 
-def _values(config: RunConfig, checkpoint: Checkpoint | None) -> Fill:
-    """What sets a slice of a parameter. Whole tensors are read one at a time."""
+def _values(config: RunConfig, checkpoint: Checkpoint | None) -> Fill | None:
+    """What sets a slice of a parameter; None for initial values. Whole tensors are read one at a time."""
     if checkpoint is not None:
         checkpoint.expect("model", parameter_shapes(config.model))
         return lambda spec, out: _copy(checkpoint.tensor("model", spec.name), spec, out)
@@ -59,7 +58,7 @@ def _values(config: RunConfig, checkpoint: Checkpoint | None) -> Fill:
         source = open_model(config.init_from)
         check_shapes(source.origin, {n: t.shape for n, t in source.tensors.items()}, parameter_shapes(config.model))
         return lambda spec, out: _copy(source.tensors[spec.name].load(), spec, out)
-    return lambda spec, out: initialize_slice(out, config.model, spec, config.seed)
+    return None
 
 
 def _copy(whole: Tensor, spec: ShardSpec, out: Tensor) -> None:

@@ -27,6 +27,7 @@ from modelworks.models import (
     Routing,
     RoutingTotals,
     Transformer,
+    default_dtype,
     initialize_slice,
     update_router_bias,
 )
@@ -51,13 +52,13 @@ def run_whole(config: RunConfig, steps: int, precision: Precision) -> Observed:
         batch = verification_batch(config, step)
         recorder = HiddenRecorder([model]) if step == 0 and precision == FLOAT64 else None
         routing = Routing(scale / batch.n_rows, config.data.seq_len) if config.model.n_experts else None
-        loss, total = _whole_loss(model, batch, config, step, precision, routing)
+        loss, nll, total = _whole_loss(model, batch, config, step, precision, routing)
         (loss * scale / total).backward()  # type: ignore[no-untyped-call]
         if recorder is not None:
             observed.hidden.update(recorder.whole())
         gradients = {name: _gradient(parameter) / scale for name, parameter in model.named_parameters()}
         norm = _norm(gradients, float(config.train.grad_clip_norm))
-        observed.losses.append(_mean_nll(model, batch, config, step, precision))
+        observed.losses.append(nll / total)
         observed.norms.append(norm)
         observed.gradients.append(_copies(gradients))
         clip = config.train.grad_clip
@@ -132,7 +133,7 @@ def row_gradients(config: RunConfig) -> list[dict[str, Tensor]]:
     total, found = float(batch.loss_weights.sum()), []
     for row in range(batch.n_rows):
         routing = Routing(1.0 / batch.n_rows, config.data.seq_len) if config.model.n_experts else None
-        loss, _ = _whole_loss(model, batch.rows(slice(row, row + 1)), config, 0, FLOAT64, routing, first_row=row)
+        loss, *_ = _whole_loss(model, batch.rows(slice(row, row + 1)), config, 0, FLOAT64, routing, first_row=row)
         (loss / total).backward()  # type: ignore[no-untyped-call]
         found.append(_copies({name: _gradient(parameter) for name, parameter in model.named_parameters()}))
         model.zero_grad()
@@ -140,12 +141,8 @@ def row_gradients(config: RunConfig) -> list[dict[str, Tensor]]:
 
 
 def _whole_model(config: RunConfig, dtype: torch.dtype) -> Transformer:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         model = Transformer(config.model)
-    finally:
-        torch.set_default_dtype(before)
     for name, parameter in model.named_parameters():
         _fill(ShardSpec.whole(name, tuple(parameter.shape)), parameter, config)
     model.train()
@@ -160,34 +157,9 @@ def _whole_loss(
     precision: Precision,
     routing: Routing | None,
     first_row: int = 0,
-) -> tuple[Tensor, float]:
-    """The objective summed over the batch by plain cross entropy on all logits, and the weight to divide it by."""
-    logits, weights = _logits(model, batch, config, step, precision, routing, first_row)
-    train, targets = config.train, batch.targets.flatten()
-    losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=train.label_smoothing)
-    if train.z_loss:
-        losses = losses + train.z_loss * logits.logsumexp(-1).square()
-    return (losses * weights).sum(), float(weights.sum())
-
-
-@torch.no_grad()
-def _mean_nll(model: Transformer, batch: Batch, config: RunConfig, step: int, precision: Precision) -> float:
-    routing = Routing(0.0, config.data.seq_len) if config.model.n_experts else None
-    logits, weights = _logits(model, batch, config, step, precision, routing)
-    losses = F.cross_entropy(logits, batch.targets.flatten(), reduction="none")
-    return float((losses * weights).sum() / weights.sum())
-
-
-def _logits(
-    model: Transformer,
-    batch: Batch,
-    config: RunConfig,
-    step: int,
-    precision: Precision,
-    routing: Routing | None,
-    first_row: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """(tokens, vocabulary) in the widest dtype there is use for, and each token's weight."""
+) -> tuple[Tensor, float, float]:
+    """By plain cross entropy on all logits, summed over the batch: the objective, the loss without smoothing and
+    z-loss, and the weight to divide both by."""
     key = None
     if config.model.dropout or config.model.attention_dropout:
         key = DropoutKey(config.seed, step, config.data.seq_len, first_row)
@@ -201,7 +173,13 @@ def _logits(
         hidden = model(batch.tokens, batch.positions, context)
         logits = model.logits(hidden)
     exact = torch.float64 if precision.parameter_dtype == torch.float64 else torch.float32
-    return logits.flatten(0, 1).to(exact), batch.loss_weights.flatten().to(exact)
+    logits, weights = logits.flatten(0, 1).to(exact), batch.loss_weights.flatten().to(exact)
+    train, targets = config.train, batch.targets.flatten()
+    losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=train.label_smoothing)
+    if train.z_loss:
+        losses = losses + train.z_loss * logits.logsumexp(-1).square()
+    plain = F.cross_entropy(logits.detach(), targets, reduction="none")
+    return (losses * weights).sum(), float((plain * weights).sum()), float(weights.sum())
 
 
 def _norm(gradients: Mapping[str, Tensor], p: float) -> float:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from math import isclose
 
 from modelworks.layout.pipeline.orders import placed_stages, rounds
+from modelworks.layout.placement import V_SHAPED
 
 
 def bubble_formula(
@@ -47,7 +48,7 @@ def bubble_formula(
     if pp == 1:
         return 0.0
     f, b, w = forward, backward_input, backward_weight
-    v_shaped = schedule in ("zbv", "dualpipev")
+    v_shaped = schedule in V_SHAPED
     if n_micro_batches < {"gpipe": 1, "1f1b": 1, "zbv": 2 * pp - 1, "dualpipev": 2 * pp}.get(schedule, pp):
         return None
     if v_shaped and not (isclose(f, b) and isclose(b, w)):

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from modelworks.config import ParallelConfig, UserError
 from modelworks.layout.layout import Layout
 from modelworks.layout.pipeline.actions import Action, Kind
-from modelworks.layout.placement import stages_of
+from modelworks.layout.placement import V_SHAPED, stages_of
 from modelworks.layout.shards import split_evenly
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev")
@@ -39,7 +39,7 @@ def placed_stages(schedule: str, pp: int, virtual: int) -> list[list[int]]:
         raise UserError(f"parallel.pp_virtual: got {virtual}, expected at least 2 with pp_schedule {schedule}")
     if virtual > 1 and schedule in ("gpipe", "1f1b", "zb-h1"):
         raise UserError(f"parallel.pp_virtual: got {virtual}, expected 1 with pp_schedule {schedule}")
-    if virtual > 2 and schedule in ("zbv", "dualpipev"):
+    if virtual > 2 and schedule in V_SHAPED:
         raise UserError(f"parallel.pp_virtual: got {virtual}, expected 2 with pp_schedule {schedule}")
     if pp == 1:
         virtual = 1
@@ -54,7 +54,7 @@ def compute_orders(schedule: str, pp: int, n_micro_batches: int, virtual: int) -
         raise UserError(f"micro-batches of a step: got {n_micro_batches}, expected at least 1")
     if pp == 1:
         return [_in_turn(placed[0], [range(n_micro_batches)], warmup=0)]
-    if schedule in ("zbv", "dualpipev"):
+    if schedule in V_SHAPED:
         make, least = (_zbv, 2 * pp - 1) if schedule == "zbv" else (_dualpipev, 2 * pp)
         orders = [make(placed[rank], pp, rank, max(least, n_micro_batches)) for rank in range(pp)]
         return [[action for action in order if action.micro_batch < n_micro_batches] for order in orders]
