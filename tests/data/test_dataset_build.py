@@ -359,14 +359,28 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_one_line(data_config: Configs) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_dies_is_one_line(data_config: Configs, how: signal.Signals) -> None:
+    """Also in the middle of a message: results are longer than a pipe holds, and nobody reads them meanwhile."""
     directory = build_dataset(data_config(), progress=False).tokenizer_directory
-    documents = (Document("s", str(number), "some words " * 20_000) for number in range(10_000))
+    documents = (Document("s", str(number), "some words " * 20_000) for number in range(1_000))
+    before = set(children(os.getpid()))
     results = tokenised(documents, directory, 2)
-    next(results)
-    os.kill(children(os.getpid())[-1], signal.SIGKILL)
+    for _ in range(10):
+        next(results)
+    first, second = sorted(set(children(os.getpid())) - before)[-2:]
+    wait_until_writing(second)
+    os.kill(second, how)
     with pytest.raises(UserError, match=r"process that tokenises died.*lower data.workers"):
         list(results)
+    assert not alive(first)
+
+
+def wait_until_writing(pid: int) -> None:
+    """Until the main thread of process `pid` is held up by a pipe (a pair of sockets) that is full."""
+    deadline = time.monotonic() + 60
+    while "sock" not in Path(f"/proc/{pid}/wchan").read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("damage", ['{"format_version": 1}', "[]", '"x"', None])

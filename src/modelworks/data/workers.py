@@ -2,7 +2,8 @@
 
 The result depends on the documents alone: parts of documents go out in groups of about a megabyte and come back in
 the order they went, a bounded number at a time. Workers leave Ctrl-C to the parent and end when it ends, however
-that happens.
+that happens. Each has a pipe of its own, so that a death is the end of a file even in the middle of a message (with
+one queue for all, as concurrent.futures has, the reader would wait for the rest of the message for ever).
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,56 +72,88 @@ def _encode_here(groups: Iterable[Group], tokenizer: Tokenizer) -> Iterator[tupl
         yield places, tokenizer.encode_parts(parts)
 
 
+DIED = (
+    "a process that tokenises died, most likely for want of memory: lower data.workers "
+    "(in a script of your own, build under `if __name__ == '__main__':`)"
+)
+GROUPS_AHEAD = 2  # for each worker: one that it works on, one that it finds when it is done
+
+
 def _encode_apart(
     groups: Iterable[Group], tokenizer_directory: Path, workers: int
 ) -> Iterator[tuple[list[Place], list[Ids]]]:
-    context = multiprocessing.get_context("spawn")  # fork is unsafe once threads run
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(str(tokenizer_directory),))
-    waiting: deque[tuple[list[Place], Future[list[Ids]]]] = deque()
+    started = [_start(tokenizer_directory) for _ in range(workers)]
+    waiting: deque[tuple[list[Place], Connection]] = deque()
     try:
-        for places, parts in groups:
-            waiting.append((places, _submit(pool, parts)))
-            if len(waiting) > 2 * workers:
-                first, future = waiting.popleft()
-                yield first, future.result()
+        for number, (places, parts) in enumerate(groups):
+            if len(waiting) == GROUPS_AHEAD * workers:
+                first, connection = waiting.popleft()
+                yield first, _received(connection)
+            connection = started[number % workers][1]  # in turn: groups are of one size
+            _send(connection, parts)
+            waiting.append((places, connection))
         while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a process that tokenises died, most likely for want of memory: lower data.workers "
-            "(in a script of your own, build under `if __name__ == '__main__':`)"
-        ) from None
+            first, connection = waiting.popleft()
+            yield first, _received(connection)
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for process, connection in started:
+            connection.close()
+            process.terminate()
+        for process, _ in started:
+            process.join()
 
 
-def _submit(pool: ProcessPoolExecutor, parts: list[Part]) -> Future[list[Ids]]:
-    """Submitting starts the workers, which inherit the blocked signal: Ctrl-C is the parent's alone."""
+def _send(connection: Connection, parts: list[Part]) -> None:
+    try:
+        connection.send(parts)
+    except OSError:
+        raise UserError(DIED) from None
+
+
+def _received(connection: Connection) -> list[Ids]:
+    try:
+        result: list[Ids] | Exception = connection.recv()
+    except (EOFError, OSError):  # an OSError where the message breaks off
+        raise UserError(DIED) from None
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _start(tokenizer_directory: Path) -> tuple[BaseProcess, Connection]:
+    """A worker, which inherits the blocked signal (Ctrl-C is the parent's alone), and our end of its pipe."""
+    context = multiprocessing.get_context("spawn")  # fork is unsafe once threads run
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, str(tokenizer_directory)), daemon=True)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return pool.submit(_encode, parts)
+        process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()  # held by the worker alone, whose death then closes the pipe
+    return process, ours
 
 
-_tokenizer: Tokenizer | None = None  # of a worker process
-
-
-def _start(tokenizer_directory: str) -> None:
-    global _tokenizer
+def _work(connection: Connection, tokenizer_directory: str) -> None:
+    """A worker: answers each group of parts by their ids until the pipe closes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _tokenizer = Tokenizer.load(tokenizer_directory)
+    groups: SimpleQueue[list[Part]] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, groups), daemon=True).start()
+    tokenizer = Tokenizer.load(tokenizer_directory)
+    while True:
+        parts = groups.get()
+        try:
+            connection.send(tokenizer.encode_parts(parts))
+        except ConnectionError:
+            os._exit(1)
+        except Exception as error:
+            connection.send(error)
 
 
-def _encode(parts: list[Part]) -> list[Ids]:
-    assert _tokenizer is not None
-    return _tokenizer.encode_parts(parts)
-
-
-def _end_with_parent() -> None:
-    """A killed parent cannot tell its workers; the pipe that it held then closes."""
-    parent: Any = multiprocessing.parent_process()
-    parent.join()
-    os._exit(1)
+def _read(connection: Connection, groups: SimpleQueue[list[Part]]) -> None:
+    """Reads at once what is sent, so that two who write long messages to each other do not wait for each other."""
+    try:
+        while True:
+            groups.put(connection.recv())
+    except (EOFError, OSError):  # the parent has closed the pipe, or was killed
+        os._exit(1)
