@@ -41,7 +41,7 @@ data:
   validation: 5
 train: {precision: bf16-autcast, compile: yes, global_batch: 64.5, micro_batch: two, grad_clip_norm: .nan}
 optimizer: {betas: [0.9], lr: fast, weight_decay: true}
-checkpoint: {every: 0.5 steps, async: true}
+checkpoint: {every: 0.5 steps, async: maybe}
 parallel: {tp: 0, offload: disk}
 name: 2024
 """,
@@ -98,7 +98,7 @@ name: 2024
         "optimizer.lr": "line 9: optimizer.lr: got 'fast', expected a number of at least 0",
         "optimizer.weight_decay": "line 9: optimizer.weight_decay: got true, expected a number of at least 0",
         "checkpoint.every": f"line 10: checkpoint.every: got '0.5 steps', expected {Duration.expected} or auto",
-        "checkpoint.async": "line 10: checkpoint.async: got true, expected only false in this version",
+        "checkpoint.async": "line 10: checkpoint.async: got 'maybe', expected true or false",
         "parallel.tp": "line 11: parallel.tp: got 0, expected a whole number above 0 and at most 1,048,576",
         "parallel.offload": "line 11: parallel.offload: got 'disk', expected one of none, cpu, nvme",
         "name": (

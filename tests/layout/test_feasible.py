@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelworks.config import ParallelConfig, RunConfig, UserError
-from modelworks.layout import Layout, check_layout, nearest_layouts
+from modelworks.layout import Layout, check_layout, nearest_layouts, shrink_layout
 
 
 def config(model: dict[str, Any] | None = None, batch: int = 8, **parallel: Any) -> RunConfig:
@@ -64,3 +64,42 @@ def test_the_nearest_layout_keeps_what_it_can() -> None:
     near = nearest_layouts(config(tp=4, dp_shard=2, zero=2, pp=1), 8)
     assert near[0] == "dp_shard=2 tp=4 zero=2"
     assert all("zero=2" in text or "dp_shard" not in text for text in near)
+
+
+MIXTRAL = {"family": "mixtral", "n_experts": 4, "experts_per_token": 2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "world_size", "expected"),
+    [
+        (config(dp_replicate=4), 2, Layout(dp_replicate=2)),
+        (config(dp_replicate=4), 3, Layout(dp_replicate=2)),  # eight rows: three ranks cannot share them
+        (config(dp_replicate=2, dp_shard=2, zero=3), 2, Layout(dp_shard=2)),  # shards, so that it still fits
+        (config(dp_shard=4, zero=2), 2, Layout(dp_shard=2)),
+        (config(dp_shard=4, zero=2), 1, Layout()),
+        (config(dp_replicate=4, tp=2), 4, Layout(dp_replicate=2, tp=2)),
+        (config(dp_replicate=4, tp=2), 3, Layout(tp=2)),
+        (config(dp_replicate=2, pp=2), 3, Layout(pp=2)),
+        (config(dp_replicate=2, cp=2), 2, Layout(cp=2)),
+        (config(MIXTRAL, dp_replicate=8, ep=4), 4, Layout(dp_replicate=4, ep=4)),
+        (config(MIXTRAL, dp_replicate=4, ep=4), 2, Layout(dp_replicate=2, ep=2)),
+    ],
+)
+def test_a_run_that_lost_ranks_keeps_what_the_model_needs(asked: RunConfig, world_size: int, expected: Layout) -> None:
+    smaller = shrink_layout(asked, world_size)
+    assert Layout.of(smaller) == expected
+    check_layout(asked.model_copy(update={"parallel": smaller}), expected.world_size)
+    kept = {key: getattr(asked.parallel, key) for key in ("zero",) if smaller.dp_shard > 1}
+    assert all(getattr(smaller, key) == value for key, value in kept.items())
+
+
+def test_where_the_model_parallel_degrees_do_not_fit_they_give_way() -> None:
+    smaller = shrink_layout(config(tp=2, pp=2, pp_schedule="interleaved", pp_virtual=2), 2)
+    assert Layout.of(smaller).world_size == 2
+    check_layout(config(**smaller.model_dump()), 2)
+
+
+def test_where_nothing_fits_it_is_said() -> None:
+    """Shards in host memory exist with zero 3 alone, and one process has no shards."""
+    with pytest.raises(UserError, match="no layout of 1 processes or fewer fits this run, which asks for dp_shard=2"):
+        shrink_layout(config(dp_shard=2, zero=3, offload_params=True), 1)

@@ -54,6 +54,9 @@ def cross_problems(sections: Sections) -> list[Problem]:
     if sections.checkpoint:
         problems += _positive("checkpoint.every", sections.checkpoint.every)
         problems += _positive("checkpoint.keep_every", sections.checkpoint.keep_every)
+        if sections.checkpoint.storage is not None and not sections.checkpoint.storage.strip():
+            expected = "a directory, or a URL such as s3://bucket/runs/my-run; null for the run's own directory"
+            problems.append(Problem("checkpoint.storage", sections.checkpoint.storage, expected))
     return problems
 
 
@@ -89,6 +92,13 @@ def _unused(sections: Sections) -> Iterator[tuple[str, str]]:
                 yield f"evaluate.{key}", "evaluate.tasks is empty"
         if not evaluate.samples:
             yield "evaluate.prompts", "evaluate.samples is 0"
+    if checkpoint := sections.checkpoint:
+        if checkpoint.every != "auto":
+            reason = f"it only matters to `auto`, and checkpoint.every is {checkpoint.every}"
+            yield "checkpoint.mean_time_between_failures", reason
+        if not checkpoint.async_:
+            for key in ("staging", "when_busy"):
+                yield f"checkpoint.{key}", "checkpoint.async is false, so nothing is written while training goes on"
 
 
 def _unused_in_model(model: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -144,14 +144,19 @@ class ParallelConfig(Frozen):
     offload_params: Flag = False  # zero 3: shards of parameters wait in host memory
     offload_activations: Flag = False  # what a block keeps for its backward pass waits in host memory
     timeout: Annotated[Real, Field(gt=0.0)] = 600.0  # seconds in one collective before ranks are called hung
+    elastic: Flag = False  # fewer processes than the layout needs: fewer data-parallel ranks go on
 
 
 class CheckpointConfig(Frozen):
-    every: Duration | Literal["auto"] = "auto"
-    async_: Annotated[Literal[False], Field(alias="async")] = False
+    every: Duration | Literal["auto"] = "auto"  # auto: from what a save costs and how often such jobs fail
+    async_: Annotated[Flag, Field(alias="async")] = True  # write while training goes on
     keep_last: Positive = 3
     keep_every: Duration | None = None
-    storage: None = None
+    storage: str | None = None  # a directory or a URL for the checkpoints; null: in the run's own directory
+    when_busy: Literal["wait", "skip"] = "wait"  # a save comes due while the one before it is still being written
+    staging: ByteSize | None = None  # host memory that a rank may copy into before it writes; null: all that it saves
+    mean_time_between_failures: Annotated[Real, Field(gt=0.0)] | None = None  # hours, of the whole job
+    grace: Annotated[Real, Field(gt=0.0)] = 30.0  # seconds from SIGTERM until the process may be killed
 
 
 class EvaluateConfig(Frozen):

@@ -7,6 +7,7 @@ from modelworks.layout.data_memory import (
     is_copied,
     reduction_groups,
 )
+from modelworks.layout.elastic import shrink_layout
 from modelworks.layout.feasible import check_layout, describe, nearest_layouts, neighbours
 from modelworks.layout.layout import AXES, Coordinates, Layout
 from modelworks.layout.placement import PLACEMENTS, V_SHAPED, ParameterPlan, placement, plan_parameters, stages_of
@@ -31,6 +32,7 @@ __all__ = [
     "placement",
     "plan_parameters",
     "reduction_groups",
+    "shrink_layout",
     "split_evenly",
     "split_in_chunks",
     "stages_of",
