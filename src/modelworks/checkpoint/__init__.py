@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.conversion import convert as convert
     from modelworks.checkpoint.errors import CheckpointError as CheckpointError
     from modelworks.checkpoint.formats.source import ModelSource as ModelSource
+    from modelworks.checkpoint.lazy_tensor import LazyTensor as LazyTensor
     from modelworks.checkpoint.loading import LoadedModel as LoadedModel
     from modelworks.checkpoint.loading import load_model as load_model
     from modelworks.checkpoint.loading import open_model as open_model
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.retention import clean_leftovers as clean_leftovers
     from modelworks.checkpoint.retention import latest_checkpoint as latest_checkpoint
     from modelworks.checkpoint.retention import retain as retain
-    from modelworks.checkpoint.write import LazyTensor as LazyTensor
     from modelworks.checkpoint.write import Sections as Sections
     from modelworks.checkpoint.write import write_checkpoint as write_checkpoint
     from modelworks.checkpoint.write import write_model as write_model
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _OFFERS = {
     "Checkpoint": "read",
     "CheckpointError": "errors",
-    "LazyTensor": "write",
+    "LazyTensor": "lazy_tensor",
     "LoadedModel": "loading",
     "ModelSource": "formats.source",
     "Sections": "write",

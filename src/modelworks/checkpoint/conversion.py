@@ -25,12 +25,13 @@ from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.formats.hugging_face import export_hugging_face, open_hugging_face
 from modelworks.checkpoint.formats.safetensors_files import volume_bytes
 from modelworks.checkpoint.formats.source import ModelSource
+from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.loading import build_model, open_model
 from modelworks.checkpoint.locate import Notify
 from modelworks.checkpoint.manifest import MANIFEST
 from modelworks.checkpoint.names import TEMPORARY
 from modelworks.checkpoint.retention import in_use
-from modelworks.checkpoint.write import MAX_SHARD_BYTES, LazyTensor, write_model
+from modelworks.checkpoint.write import MAX_SHARD_BYTES, write_model
 from modelworks.config import ModelConfig
 from modelworks.models import CausalContext
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from modelworks.checkpoint.formats.source import ModelSource
+from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.locate import Location, Notify, locate_model
 from modelworks.checkpoint.read import Checkpoint, open_checkpoint
-from modelworks.checkpoint.write import LazyTensor
 from modelworks.config import ModelConfig, parameter_shapes, router_bias_shapes
 from modelworks.data import Tokenizer
 from modelworks.models import Transformer, load_routing_state

@@ -1,16 +1,29 @@
-"""How checkpoint directories are named: `step-00001000`, and the hidden names of unfinished work."""
+"""How checkpoints and their files are named: `step-00001000`, the manifest, and the hidden names of unfinished work."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+MANIFEST, MANIFEST_CHECKSUM = "manifest.json", "manifest.checksum"
+MANIFEST_CRC = "manifest.crc32"  # beside manifests of format version 1
+LATEST = "latest"
 TEMPORARY, REPLACED, REMOVED = ".tmp-", ".replaced-", ".removed-"
 _STEP = re.compile(r"step-(\d{8,})$")
 
 
 def step_name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def is_step(name: str) -> bool:
+    return _STEP.fullmatch(name) is not None
+
+
+def step_number(name: str) -> int:
+    """The step that a name says; 0 for a name that says none."""
+    match = _STEP.search(name)
+    return int(match[1]) if match else 0
 
 
 def step_of(path: Path) -> int | None:

@@ -19,12 +19,10 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import modelworks
@@ -36,22 +34,13 @@ from modelworks.checkpoint.formats.safetensors_files import (
     volume_bytes,
     write_safetensors,
 )
+from modelworks.checkpoint.lazy_tensor import LazyTensor, loaded
 from modelworks.checkpoint.manifest import FORMAT, MANIFEST, MANIFEST_CRC, VERSION, encode_numbers
-from modelworks.checkpoint.names import REPLACED, TEMPORARY, step_name
+from modelworks.checkpoint.names import LATEST, REPLACED, TEMPORARY, step_name
 from modelworks.checkpoint.retention import clean_leftovers
 from modelworks.config import ModelConfig, RunConfig
 
-LATEST = "latest"
 MAX_SHARD_BYTES = 4 << 30
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A tensor that is made when it is written, so that a conversion never holds a whole model."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    load: Callable[[], Tensor]
 
 
 Sections = Mapping[str, Mapping[str, Tensor | LazyTensor]]
@@ -189,7 +178,7 @@ def _write_section(
         written = write_safetensors(
             directory / file,
             {name: (unique[name].dtype, tuple(unique[name].shape)) for name in names},
-            lambda name: _load(unique[name]),
+            lambda name: loaded(unique[name]),
         )
         files[file] = {"bytes": written.bytes, "crc32": f"{written.crc32:08x}"}
         for name, (size, crc32) in written.tensors.items():
@@ -219,10 +208,6 @@ def _owners(values: Mapping[str, Tensor | LazyTensor]) -> dict[str, str]:
             identity = name
         owners[name] = first.setdefault(identity, name)
     return owners
-
-
-def _load(value: Tensor | LazyTensor) -> Tensor:
-    return value.load() if isinstance(value, LazyTensor) else value
 
 
 def _copy_tokenizer(source: Path, checkpoint: Path, files: dict[str, dict[str, Any]]) -> dict[str, str]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.formats.gguf_header import GgufHeader, read_gguf_header
 from modelworks.checkpoint.formats.source import ModelSource
+from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.read import check_shapes
-from modelworks.checkpoint.write import LazyTensor
 from modelworks.config import ModelConfig, RopeScaling, UserError, parameter_shapes
 from modelworks.data import Tokenizer
 

@@ -27,7 +27,7 @@ from modelworks.checkpoint.formats.safetensors_files import (
     write_safetensors,
 )
 from modelworks.checkpoint.formats.source import ModelSource
-from modelworks.checkpoint.write import LazyTensor
+from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.config import ModelConfig, UserError, parameter_shapes
 from modelworks.data import Tokenizer
 from modelworks.models import (

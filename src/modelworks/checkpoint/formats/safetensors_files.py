@@ -25,7 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelworks.checkpoint.checksums import XXH3
 from modelworks.checkpoint.errors import CheckpointError
+from modelworks.checkpoint.lazy_tensor import LazyTensor, loaded
+from modelworks.checkpoint.storage import Output
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -102,29 +105,13 @@ def write_safetensors(
     value: name -> tensor, called once for each, so that one tensor is in memory at a time. Raises OSError (a full
     disk) as it comes; the file is then incomplete and the caller removes it.
     """
-    if sys.byteorder != "little":
-        raise CheckpointError("safetensors files are little-endian; this machine is not")
-    header, offset = {}, 0
-    # Wide elements first, so that every tensor starts at a multiple of its element size whatever the mixture.
-    names = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)
-    for name in names:
-        dtype, shape = shapes[name]
-        size = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(({"__metadata__": dict(metadata)} if metadata else {}) | header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    prefix, names = _header(shapes, metadata)
     checksums: dict[str, tuple[int, int]] = {}
     with path.open("wb", buffering=0) as file:
-        prefix = len(text).to_bytes(8, "little") + text
         _write_all(file.fileno(), memoryview(prefix))
         total, whole = len(prefix), zlib.crc32(prefix)
         for name in names:
-            tensor = value(name)
-            dtype, shape = shapes[name]
-            if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-                raise ValueError(f"{name}: announced {dtype} {shape}, given {tensor.dtype} {tuple(tensor.shape)}")
-            data = memoryview(byte_view(tensor.detach().cpu()))
+            data = _bytes_of(name, value(name), *shapes[name])
             own = 0
             for start in range(0, len(data), _CHUNK):
                 chunk = data[start : start + _CHUNK]
@@ -134,6 +121,38 @@ def write_safetensors(
             total += len(data)
         os.fsync(file.fileno())
     return WrittenFile(total, whole, checksums)
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """What a checkpoint's manifest says of a file. bytes: of the whole file. header: digest of everything before the
+    tensors. checksums: name -> the digests of the tensor's blocks, one after the other."""
+
+    bytes: int
+    header: str
+    checksums: dict[str, str]
+
+
+def write_shard(file: Output, tensors: Sequence[tuple[str, Tensor | LazyTensor]]) -> WrittenShard:
+    """Write a whole safetensors file of a checkpoint to an open file, hashing what is written.
+
+    A lazy tensor is made when its turn comes, so that one is in memory at a time; tensors of an accelerator are copied
+    one at a time too. Raises OSError as it comes.
+    """
+    header, names = _header({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors})
+    values = dict(tensors)
+    checksums: dict[str, str] = {}
+    total = file.write(header)
+    for name in names:
+        value = values[name]
+        data = _bytes_of(name, loaded(value), value.dtype, tuple(value.shape))
+        digests = []
+        for start in range(0, len(data), XXH3.block_bytes):
+            block = data[start : start + XXH3.block_bytes]
+            digests.append(XXH3.digest(block))
+            total += file.write(block)
+        checksums[name] = "".join(digests)
+    return WrittenShard(total, XXH3.digest(header), checksums)
 
 
 class ShardedSafetensors:
@@ -233,6 +252,33 @@ def parse_json(text: bytes, where: object) -> dict[str, Any]:
 
 def volume_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
+
+
+def _header(
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
+    """All bytes before the tensors, and the order in which they follow."""
+    if sys.byteorder != "little":
+        raise CheckpointError("safetensors files are little-endian; this machine is not")
+    header, offset = {}, 0
+    # Wide elements first, so that every tensor starts at a multiple of its element size whatever the mixture.
+    names = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)
+    for name in names:
+        dtype, shape = shapes[name]
+        if dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name}: tensors of {dtype} cannot be stored in safetensors")
+        size = volume_bytes(shape, dtype)
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(({"__metadata__": dict(metadata)} if metadata else {}) | header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, names
+
+
+def _bytes_of(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> memoryview:
+    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name}: announced {dtype} {shape}, given {tensor.dtype} {tuple(tensor.shape)}")
+    return memoryview(byte_view(tensor.detach().cpu()))
 
 
 def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], int]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.read import check_shapes
-from modelworks.checkpoint.write import LazyTensor
 from modelworks.config import ModelConfig
 from modelworks.data import Tokenizer
 

@@ -1,0 +1,275 @@
+"""Checkpoints in a directory of this machine (or of a file system that all machines of the run share).
+
+Written under `.tmp-<name>-<id>` and renamed: a directory that is there under its own name is complete. A directory
+cannot be renamed over another, so one of the same step first steps aside as `.replaced-<name>`; readers know that name
+as long as its successor is absent. The writer holds a lock (flock) on its temporary directory, which dies with it;
+that is how leftovers of dead writers are told from a live one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from modelworks.checkpoint.errors import CheckpointError
+from modelworks.checkpoint.names import LATEST, REMOVED, REPLACED, TEMPORARY, checkpoint_directories
+from modelworks.checkpoint.storage import check_inside
+
+_ATTEMPT = re.compile(r"(.+)-[0-9a-f]{8}$")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+class LocalFolder:
+    """The files of one checkpoint directory. Links that lead out of it are refused."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._root = os.path.realpath(path)
+
+    @property
+    def label(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def sizes(self) -> Mapping[str, int]:
+        found: dict[str, int] = {}
+        for directory, _, files in os.walk(self._root):
+            for file in files:
+                path = os.path.join(directory, file)
+                name = os.path.relpath(path, self._root).replace(os.sep, "/")
+                if os.path.isfile(path) and self._is_inside(path):
+                    found[name] = os.stat(path).st_size
+        return found
+
+    def size(self, file: str) -> int | None:
+        path = self._place(file)
+        return path.stat().st_size if path.is_file() else None
+
+    def list(self) -> list[str]:
+        return sorted(self.sizes())
+
+    def read(self, file: str, start: int, length: int) -> bytes:
+        with self._place(file).open("rb", buffering=0) as opened:
+            opened.seek(start)
+            parts = []
+            while length > 0 and (part := opened.read(length)):
+                parts.append(part)
+                length -= len(part)
+        return b"".join(parts)
+
+    def read_into(self, file: str, start: int, buffer: memoryview) -> int:
+        with self._place(file).open("rb", buffering=0) as opened:
+            opened.seek(start)
+            filled = 0
+            while filled < len(buffer) and (count := opened.readinto(buffer[filled : filled + (1 << 30)])):
+                filled += count
+        return filled
+
+    def local(self) -> Path | None:
+        return self.path
+
+    def _place(self, file: str) -> Path:
+        check_inside(self.label, file)
+        path = self.path / file
+        if not self._is_inside(os.fspath(path)):
+            raise CheckpointError(f"{self.label}: names the file {file!r}, which is not inside the checkpoint")
+        return path
+
+    def _is_inside(self, path: str) -> bool:
+        return os.path.realpath(path).startswith(os.path.join(self._root, ""))
+
+
+class LocalWritable:
+    """The temporary directory of an attempt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def label(self) -> str:
+        return str(self.path)
+
+    def file_name(self, stem: str, suffix: str) -> str:
+        return f"{stem}{suffix}"
+
+    @contextmanager
+    def create(self, file: str) -> Iterator[_File]:
+        path = self.path / file
+        if path.parent != self.path and not path.parent.is_dir():
+            os.mkdir(path.parent)
+        with path.open("wb", buffering=0) as opened:
+            yield _File(opened.fileno())
+            os.fsync(opened.fileno())
+
+    def read(self, file: str) -> bytes | None:
+        try:
+            return (self.path / file).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def remove(self, file: str) -> None:
+        (self.path / file).unlink(missing_ok=True)
+
+
+class LocalStorage:
+    """A directory of checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._locks: dict[str, int] = {}  # attempt -> descriptor that holds its lock
+
+    @property
+    def label(self) -> str:
+        return str(self.path)
+
+    def checkpoints(self) -> list[str]:
+        return [path.name.removeprefix(REPLACED) for path in checkpoint_directories(self.path)]
+
+    def folder(self, name: str) -> LocalFolder:
+        path, aside = self.path / name, self.path / f"{REPLACED}{name}"
+        return LocalFolder(aside if aside.is_dir() and not path.exists() else path)
+
+    def begin(self, name: str) -> str:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.sweep(name)
+        attempt = f"{name}-{secrets.token_hex(4)}"
+        directory = self._temporary(attempt)
+        directory.mkdir()
+        self._locks[attempt] = _locked(directory)
+        return attempt
+
+    def writing(self, attempt: str) -> LocalWritable:
+        return LocalWritable(self._temporary(attempt))
+
+    def commit(self, attempt: str) -> LocalFolder:
+        name = _name_of(attempt)
+        final, aside = self.path / name, self.path / f"{REPLACED}{name}"
+        directory = self._temporary(attempt)
+        for inner in sorted(path for path in directory.iterdir() if path.is_dir()):
+            fsync_directory(inner)
+        fsync_directory(directory)
+        try:
+            if final.exists():
+                os.rename(final, aside)
+            os.rename(directory, final)
+            fsync_directory(self.path)
+        except BaseException:
+            if aside.exists() and not final.exists():
+                os.rename(aside, final)
+            raise
+        self._unlock(attempt)
+        if aside.exists():
+            shutil.rmtree(aside)
+        return LocalFolder(final)
+
+    def abort(self, attempt: str) -> None:
+        shutil.rmtree(self._temporary(attempt), ignore_errors=True)
+        self._unlock(attempt)
+
+    def point_latest(self, name: str) -> None:
+        temporary = self.path / f"{TEMPORARY}{LATEST}-{secrets.token_hex(4)}"
+        try:
+            with LocalWritable(self.path).create(temporary.name) as file:
+                file.write(f"{name}\n".encode())
+            os.replace(temporary, self.path / LATEST)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_directory(self.path)
+
+    def remove(self, name: str) -> None:
+        aside = self.path / f"{REMOVED}{name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(self.folder(name).path, aside)
+        shutil.rmtree(aside)
+
+    def sweep(self, name: str | None = None) -> None:
+        """Remove what killed writers left: temporaries (of steps, of `latest` and of `name`), half-removed checkpoints
+        and replaced ones. One that was replaced and whose successor never arrived is put back under its name."""
+        replaced = [*self.path.glob(f"{REPLACED}step-*"), *([self.path / f"{REPLACED}{name}"] if name else [])]
+        for path in filter(Path.is_dir, dict.fromkeys(replaced)):
+            final = path.with_name(path.name.removeprefix(REPLACED))
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                os.rename(path, final)
+        for path in self.path.glob(f"{REMOVED}step-*"):
+            shutil.rmtree(path)
+        for path in self.path.glob(f"{TEMPORARY}*"):
+            match = _ATTEMPT.fullmatch(path.name.removeprefix(TEMPORARY))
+            ours = match and (match[1] in (name, LATEST) or match[1].startswith("step-"))
+            if ours and not in_use(path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def _temporary(self, attempt: str) -> Path:
+        return self.path / f"{TEMPORARY}{attempt}"
+
+    def _unlock(self, attempt: str) -> None:
+        descriptor = self._locks.pop(attempt, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def in_use(path: Path) -> bool:
+    """Whether a living writer holds its lock; a file system without locks counts as in use, to be safe."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return True  # it was renamed into place at this moment
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _File:
+    """An open file that writes all it is given."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        size = len(view)
+        while len(view):
+            view = view[os.write(self._descriptor, view) :]
+        return size
+
+
+def _locked(directory: Path) -> int:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:  # without locks, leftovers are never swept: space is lost, nothing else
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+def _name_of(attempt: str) -> str:
+    match = _ATTEMPT.fullmatch(attempt)
+    assert match is not None
+    return match[1]
