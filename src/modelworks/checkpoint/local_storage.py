@@ -118,6 +118,10 @@ class LocalWritable:
         except FileNotFoundError:
             return None
 
+    def size(self, file: str) -> int | None:
+        path = self.path / file
+        return path.stat().st_size if path.is_file() else None
+
     def remove(self, file: str) -> None:
         (self.path / file).unlink(missing_ok=True)
 

@@ -74,6 +74,9 @@ class WritableFolder(Protocol):
     def read(self, file: str) -> bytes | None:
         """A small file that any rank wrote, whole; None where there is none."""
 
+    def size(self, file: str) -> int | None:
+        """In bytes, of a file that any rank wrote; None where there is none."""
+
     def remove(self, file: str) -> None:
         """Remove a file, if it is there."""
 

@@ -128,12 +128,16 @@ class UrlWritable:
             # Closing it would make half a file appear.
             with suppress(Exception):
                 opened.discard()
-            opened.closed = True
+            with suppress(AttributeError):  # a buffer in memory is no file of fsspec's
+                opened.closed = True
             raise
 
     def read(self, file: str) -> bytes | None:
         with _as_os_error(self._label):
             return _read(self._system, f"{self._path}/{file}")
+
+    def size(self, file: str) -> int | None:
+        return UrlFolder(self._system, self._path, self._label).size(file)
 
     def remove(self, file: str) -> None:
         with _as_os_error(self._label):
