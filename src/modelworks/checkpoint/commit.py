@@ -97,8 +97,12 @@ def write_manifest(folder: WritableFolder, step: int, identity: Identity, parts:
         "tensors": tensors,
     }
     text = json.dumps(manifest, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    # Where nothing can be renamed, a complete checkpoint of the same step may be there: until its manifest is replaced
+    # it must remain readable, so the checksum file holds both digests.
+    older = folder.read(MANIFEST)
+    digests = [digest(text), *([] if older is None else [digest(older)])]
     reached("before the manifest's checksum")
-    _write(folder, MANIFEST_CHECKSUM, f"{digest(text)}\n".encode())
+    _write(folder, MANIFEST_CHECKSUM, "".join(f"{each}\n" for each in digests).encode())
     reached("before the manifest")
     _write(folder, MANIFEST, text)
     reached("manifest durable")
