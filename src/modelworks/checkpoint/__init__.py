@@ -10,25 +10,45 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.commit import Identity as Identity
     from modelworks.checkpoint.conversion import convert as convert
     from modelworks.checkpoint.errors import CheckpointError as CheckpointError
+    from modelworks.checkpoint.errors import CorruptedCheckpoint as CorruptedCheckpoint
     from modelworks.checkpoint.formats.source import ModelSource as ModelSource
+    from modelworks.checkpoint.import_sources import describe_model as describe_model
+    from modelworks.checkpoint.import_sources import open_source as open_source
+    from modelworks.checkpoint.interval import FailureRate as FailureRate
+    from modelworks.checkpoint.interval import Interval as Interval
+    from modelworks.checkpoint.interval import assumed_seconds as assumed_seconds
+    from modelworks.checkpoint.interval import best_interval as best_interval
+    from modelworks.checkpoint.interval import describe_seconds as describe_seconds
+    from modelworks.checkpoint.interval import failure_rate as failure_rate
     from modelworks.checkpoint.lazy_tensor import LazyTensor as LazyTensor
+    from modelworks.checkpoint.listing import Listed as Listed
+    from modelworks.checkpoint.listing import explain_unfinished as explain_unfinished
+    from modelworks.checkpoint.listing import list_checkpoints as list_checkpoints
+    from modelworks.checkpoint.listing import names_manifest as names_manifest
     from modelworks.checkpoint.loading import LoadedModel as LoadedModel
     from modelworks.checkpoint.loading import load_model as load_model
     from modelworks.checkpoint.loading import open_model as open_model
+    from modelworks.checkpoint.manifest import MANIFEST as MANIFEST
     from modelworks.checkpoint.owners import Owners as Owners
     from modelworks.checkpoint.owners import Shard as Shard
     from modelworks.checkpoint.owners import whole_shards as whole_shards
+    from modelworks.checkpoint.places import Place as Place
+    from modelworks.checkpoint.places import find_folder as find_folder
+    from modelworks.checkpoint.places import find_storage as find_storage
     from modelworks.checkpoint.read import Checkpoint as Checkpoint
     from modelworks.checkpoint.read import check_shapes as check_shapes
     from modelworks.checkpoint.read import explain as explain
     from modelworks.checkpoint.read import open_checkpoint as open_checkpoint
+    from modelworks.checkpoint.retention import Retention as Retention
     from modelworks.checkpoint.retention import best_checkpoint as best_checkpoint
-    from modelworks.checkpoint.retention import clean_leftovers as clean_leftovers
+    from modelworks.checkpoint.retention import complete_checkpoints as complete_checkpoints
     from modelworks.checkpoint.retention import latest_checkpoint as latest_checkpoint
-    from modelworks.checkpoint.retention import retain as retain
     from modelworks.checkpoint.save import Begun as Begun
     from modelworks.checkpoint.save import Outcome as Outcome
     from modelworks.checkpoint.save import Saver as Saver
+    from modelworks.checkpoint.storage import Folder as Folder
+    from modelworks.checkpoint.storage import Storage as Storage
+    from modelworks.checkpoint.storage import open_storage as open_storage
     from modelworks.checkpoint.write import Sections as Sections
     from modelworks.checkpoint.write import write_checkpoint as write_checkpoint
     from modelworks.checkpoint.write import write_model as write_model
@@ -37,25 +57,45 @@ _OFFERS = {
     "Begun": "save",
     "Checkpoint": "read",
     "CheckpointError": "errors",
+    "CorruptedCheckpoint": "errors",
+    "FailureRate": "interval",
+    "Folder": "storage",
     "Identity": "commit",
+    "Interval": "interval",
     "LazyTensor": "lazy_tensor",
+    "Listed": "listing",
     "LoadedModel": "loading",
+    "MANIFEST": "manifest",
     "ModelSource": "formats.source",
     "Outcome": "save",
     "Owners": "owners",
+    "Place": "places",
+    "Retention": "retention",
     "Saver": "save",
     "Sections": "write",
     "Shard": "owners",
+    "Storage": "storage",
+    "assumed_seconds": "interval",
     "best_checkpoint": "retention",
+    "best_interval": "interval",
     "check_shapes": "read",
-    "clean_leftovers": "retention",
+    "complete_checkpoints": "retention",
     "convert": "conversion",
+    "describe_model": "import_sources",
+    "describe_seconds": "interval",
     "explain": "read",
+    "explain_unfinished": "listing",
+    "failure_rate": "interval",
+    "find_folder": "places",
+    "find_storage": "places",
     "latest_checkpoint": "retention",
+    "list_checkpoints": "listing",
     "load_model": "loading",
+    "names_manifest": "listing",
     "open_checkpoint": "read",
     "open_model": "loading",
-    "retain": "retention",
+    "open_source": "import_sources",
+    "open_storage": "storage",
     "whole_shards": "owners",
     "write_checkpoint": "write",
     "write_model": "write",

@@ -133,6 +133,7 @@ def _tensors(parts: Sequence[Part], label: str) -> Iterator[dict[str, Any]]:
             "cuts": cuts,
             "files": [pieces[index][1] for index in order],
             "checksums": [pieces[index][0].checksums for index in order],
+            **({"key": first.key} if first.key is not None else {}),
         }
 
 

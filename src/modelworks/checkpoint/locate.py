@@ -20,6 +20,7 @@ from modelworks.checkpoint.manifest import MANIFEST
 from modelworks.checkpoint.names import checkpoint_directories, step_of
 from modelworks.checkpoint.read import open_checkpoint
 from modelworks.checkpoint.retention import best_checkpoint, latest_checkpoint
+from modelworks.checkpoint.storage import open_storage
 from modelworks.config import nearest
 
 RUNS = Path("runs")
@@ -92,9 +93,9 @@ def _best(run: Path, directory: Path) -> Path:
     newest = latest_checkpoint(directory, sections=())
     if newest is not None:
         evaluate = open_checkpoint(newest).config.evaluate
-        found = best_checkpoint(directory, evaluate.best_metric, evaluate.best_mode)
+        found = best_checkpoint(open_storage(directory), evaluate.best_metric, evaluate.best_mode)
         if found is not None:
-            return found
+            return directory / found
         raise CheckpointError(f"{run}@best: no checkpoint carries the metric `{evaluate.best_metric}`; use @latest")
     raise CheckpointError(f"{directory}: no complete checkpoint")
 

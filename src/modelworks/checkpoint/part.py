@@ -38,7 +38,8 @@ class File:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a logical tensor. file: which of the part's files; checksums: of its blocks."""
+    """One rank's part of a logical tensor. file: which of the part's files; checksums: of its blocks. key: its name in
+    the file where it is not `<section>/<name>`, as for tied tensors, which one process writes once."""
 
     section: str
     name: str
@@ -47,6 +48,7 @@ class Piece:
     box: Box
     file: int
     checksums: str
+    key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class PartWriter:
         for shard in shards:
             if shard.tensor.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{shard.key}: tensors of {shard.tensor.dtype} cannot be stored in safetensors")
-        for group in _files(shards, self._max_shard_bytes):
+        for group in _by_file(shards, self._max_shard_bytes):
             self._write_file(group)
 
     def finish(self) -> None:
@@ -98,7 +100,7 @@ class PartWriter:
         reached("part file durable")
 
     def _write_file(self, group: Sequence[Shard]) -> None:
-        filled = [shard for shard in group if shard.tensor.numel()]
+        filled = [shard for shard in group if shard.bytes]
         checksums: dict[str, str] = {}
         if filled:
             number = len(self._files) + 1
@@ -106,25 +108,18 @@ class PartWriter:
             name = self._folder.file_name(stem, ".safetensors")
             reached("before a shard file")
             with self._folder.create(name) as file:
-                written = write_shard(file, [(shard.key, self._lazy(shard)) for shard in filled])
+                written = write_shard(file, [(shard.key, self._checked(shard)) for shard in filled])
                 reached("shard file written")
             reached("shard file durable")
             checksums = written.checksums
             self._files.append(File(name, written.bytes, written.header))
-        self._pieces += [
-            Piece(
-                shard.section,
-                shard.spec.name,
-                DTYPE_NAMES[shard.tensor.dtype],
-                shard.spec.shape,
-                shard.spec.bounds,
-                len(self._files) - 1,
-                checksums.get(shard.key, ""),
-            )
-            for shard in group
-        ]
+        for shard in group:
+            spec, dtype = shard.spec, DTYPE_NAMES[shard.tensor.dtype]
+            found = checksums.get(shard.key, "")
+            piece = Piece(shard.section, spec.name, dtype, spec.shape, spec.bounds, len(self._files) - 1, found)
+            self._pieces.append(piece)
 
-    def _lazy(self, shard: Shard) -> LazyTensor:
+    def _checked(self, shard: Shard) -> LazyTensor:
         def load() -> Tensor:
             if self._stop.is_set():
                 raise Cancelled
@@ -184,7 +179,7 @@ def _piece(section: str, name: str, dtype: str, shape: Any, box: Any, file: int,
     return Piece(section, name, dtype, tuple(shape), tuple((a, b) for a, b in box), file, checksums)
 
 
-def _files(shards: Iterable[Shard], max_bytes: int) -> Iterator[list[Shard]]:
+def _by_file(shards: Iterable[Shard], max_bytes: int) -> Iterator[list[Shard]]:
     """Shards by file: of at most `max_bytes`, and at most one piece of a tensor in each."""
     group: list[Shard] = []
     used, keys = 0, set[str]()

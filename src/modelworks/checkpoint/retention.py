@@ -1,62 +1,94 @@
-"""Which checkpoints are kept, and what is swept away.
+"""Which checkpoints are kept.
 
-The invariant: only complete checkpoints count towards what is kept, and the last complete one is never removed. A
-removal first renames the directory to a hidden name, so that a reader never sees a half-removed checkpoint.
+The invariant: only complete checkpoints count towards what is kept, at least one of them always stays, and neither the
+one that was just saved nor one that is protected is ever removed. Damaged and half-written ones are left alone: someone
+may want to look at them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
-import shutil
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from modelworks.checkpoint.errors import CheckpointError
-from modelworks.checkpoint.manifest import Manifest, decode_numbers, read_manifest
-from modelworks.checkpoint.names import REMOVED, REPLACED, TEMPORARY, checkpoint_directories, step_of
+from modelworks.checkpoint.faults import reached
+from modelworks.checkpoint.manifest import decode_numbers, read_manifest
+from modelworks.checkpoint.names import checkpoint_directories, step_number
 from modelworks.checkpoint.read import open_checkpoint
+from modelworks.checkpoint.storage import Storage
+
+Best = tuple[str, Literal["min", "max"]]  # a metric, and which of its values is the better one
+_Metrics = dict[str, object]
 
 
-def retain(
-    directory: Path,
-    *,
-    keep_last: int,
-    keep_every: int | None = None,
-    best: tuple[str, Literal["min", "max"]] | None = None,
-    protect: Collection[Path] = (),
-) -> list[Path]:
-    """Remove what need not be kept, and return the paths removed.
+@dataclass
+class Retention:
+    """Kept are the `keep_last` newest, steps that are a multiple of `keep_every`, the best by a metric, and `protect`:
+    names, such as that of the checkpoint which the run was resumed from."""
 
-    Kept: the `keep_last` newest, every step that is a multiple of `keep_every`, the best by the metric `best[0]`,
-    and `protect` (the checkpoint a run was resumed from). Incomplete directories are neither counted nor removed.
+    storage: Storage
+    keep_last: int
+    keep_every: int | None = None
+    best: Best | None = None
+    protect: Collection[str] = ()
+    # What complete ones said of themselves: a manifest is read once, however many saves follow.
+    _known: dict[str, _Metrics] = field(default_factory=dict, repr=False)
+
+    def surplus(self, saved: str | None = None) -> list[str]:
+        """Names of what need not be kept, oldest first.
+
+        saved: what was just saved. Later steps than that are of a run that was given up, or damaged ones that a resumed
+        run fell back behind: they count for nothing and stay until they are written again.
+        """
+        if saved is not None:
+            self._known.pop(saved, None)
+        complete = {
+            name: metrics
+            for name, metrics in complete_checkpoints(self.storage, self._known).items()
+            if saved is None or step_number(name) <= step_number(saved)
+        }
+        self._known = dict(complete)
+        names = list(complete)
+        kept = {*names[-max(self.keep_last, 1) :], *self.protect, saved}
+        kept |= {name for name in names if self.keep_every and step_number(name) % self.keep_every == 0}
+        if self.best is not None:
+            kept.add(_best(complete, *self.best))
+        return [name for name in names if name not in kept]
+
+    def remove(self, saved: str | None = None) -> list[str]:
+        """Remove the surplus and return its names. Raises OSError."""
+        removed = self.surplus(saved)
+        for name in removed:
+            reached("before an old one is removed")
+            self.storage.remove(name)
+            self._known.pop(name, None)
+        return removed
+
+
+def best_checkpoint(storage: Storage, metric: str, mode: Literal["min", "max"]) -> str | None:
+    """Name of the complete checkpoint with the best finite value of `metric`, the newest of equals; None if none has
+    it."""
+    return _best(complete_checkpoints(storage), metric, mode)
+
+
+def complete_checkpoints(storage: Storage, known: dict[str, _Metrics] | None = None) -> dict[str, _Metrics]:
+    """Name -> metrics of those with a valid manifest and every file there with its size, oldest first.
+
+    known: of those that need not be looked at again.
     """
-    complete = [path for path, _ in _complete(directory) if not path.name.startswith(".")]
-    kept = set(complete[-max(keep_last, 1) :])
-    kept |= {path for path in complete if keep_every and (step_of(path) or 0) % keep_every == 0}
-    if best is not None:
-        kept |= {path for path in [best_checkpoint(directory, *best)] if path is not None}
-    protected = {path.resolve() for path in protect}
-    removed = [path for path in complete if path not in kept and path.resolve() not in protected]
-    for path in removed:
-        aside = path.with_name(f"{REMOVED}{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
-        shutil.rmtree(aside)
-    return removed
-
-
-def best_checkpoint(directory: Path, metric: str, mode: Literal["min", "max"]) -> Path | None:
-    """The complete checkpoint with the best finite value of `metric`, the newest of equals; None if none has it."""
-    sign = 1.0 if mode == "min" else -1.0
-    scored = []
-    for path, manifest in _complete(directory):
-        value = decode_numbers(manifest.metrics.get(metric))
-        if isinstance(value, int | float) and math.isfinite(value):
-            scored.append((sign * value, -manifest.step, path))
-    return min(scored)[2] if scored else None
+    found = {}
+    for name in storage.checkpoints():
+        if known is not None and name in known:
+            found[name] = known[name]
+            continue
+        try:
+            found[name] = read_manifest(storage.folder(name)).metrics
+        except (CheckpointError, OSError):
+            continue
+    return found
 
 
 def latest_checkpoint(
@@ -81,42 +113,11 @@ def latest_checkpoint(
     return None
 
 
-def clean_leftovers(directory: Path) -> None:
-    """Sweep what killed writers left: their temporaries, half-removed checkpoints, and replaced ones.
-
-    A replaced checkpoint whose successor never arrived is put back under its name.
-    """
-    for path in directory.glob(f"{REPLACED}step-*"):
-        final = path.with_name(path.name.removeprefix(REPLACED))
-        if final.exists():
-            shutil.rmtree(path)
-        else:
-            os.rename(path, final)
-    for path in directory.glob(f"{REMOVED}step-*"):
-        shutil.rmtree(path)
-    for path in directory.glob(f"{TEMPORARY}*"):
-        if not in_use(path):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def in_use(path: Path) -> bool:
-    """Whether a living writer holds its lock; a file system without locks counts as in use, to be safe."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _complete(directory: Path) -> list[tuple[Path, Manifest]]:
-    """Complete checkpoints (manifest valid, every file there with its size), oldest first."""
-    found = []
-    for path in checkpoint_directories(directory):
-        try:
-            found.append((path, read_manifest(path)))
-        except (CheckpointError, OSError):
-            continue
-    return found
+def _best(complete: dict[str, _Metrics], metric: str, mode: Literal["min", "max"]) -> str | None:
+    sign = 1.0 if mode == "min" else -1.0
+    scored = []
+    for name, metrics in complete.items():
+        value = decode_numbers(metrics.get(metric))
+        if isinstance(value, int | float) and math.isfinite(value):
+            scored.append((sign * value, -step_number(name), name))
+    return min(scored)[2] if scored else None

@@ -29,6 +29,7 @@ from modelworks.checkpoint.faults import reached
 from modelworks.checkpoint.names import step_name
 from modelworks.checkpoint.owners import Shard
 from modelworks.checkpoint.part import Cancelled, PartWriter
+from modelworks.checkpoint.retention import Retention
 from modelworks.checkpoint.staging import Staging, Taken
 from modelworks.checkpoint.storage import Storage
 from modelworks.config import UserError
@@ -73,7 +74,7 @@ class Saver:
 
     background: `begin` returns once the shards are copied; otherwise when the checkpoint is written. staging_limit:
     bytes of host memory that this rank copies into; what does not fit is written before `begin` returns.
-    retain: removes what need not be kept and returns their names; called by rank 0 after each save, in its thread.
+    retention: what is kept; rank 0 removes the rest after each save, in its thread.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class Saver:
         *,
         background: bool,
         staging_limit: int | None = None,
-        retain: Callable[[], list[str]] | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self._mesh, self._world, self._storage = mesh, mesh.group("world"), storage
-        self._background, self._retain = background, retain
+        self._background, self._retention = background, retention
         self._staging = Staging(mesh.device, staging_limit)
         self._flight: _Flight | None = None
         self._ended: Outcome | None = None
@@ -204,7 +205,8 @@ class Saver:
         try:
             self._storage.point_latest(step_name(flight.step))
             reached("latest moved")
-            removed = self._retain() if self._retain is not None else []
+            if self._retention is not None:
+                removed = self._retention.remove(step_name(flight.step))
             reached("old ones removed")
         except Exception as failure:
             warning = f"the checkpoint is complete, but not everything after it worked: {_words(failure)}"
