@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from modelworks.checkpoint.errors import CheckpointError
+from modelworks.checkpoint.faults import reached
 from modelworks.checkpoint.names import LATEST, REMOVED, REPLACED, TEMPORARY, checkpoint_directories
 from modelworks.checkpoint.storage import check_inside
 
@@ -147,6 +148,7 @@ class LocalStorage:
     def begin(self, name: str) -> str:
         self.path.mkdir(parents=True, exist_ok=True)
         self.sweep(name)
+        reached("leftovers swept")
         attempt = f"{name}-{secrets.token_hex(4)}"
         directory = self._temporary(attempt)
         directory.mkdir()
@@ -166,7 +168,9 @@ class LocalStorage:
         try:
             if final.exists():
                 os.rename(final, aside)
+                reached("older one of the step aside")
             os.rename(directory, final)
+            reached("renamed")
             fsync_directory(self.path)
         except BaseException:
             if aside.exists() and not final.exists():
@@ -174,6 +178,7 @@ class LocalStorage:
             raise
         self._unlock(attempt)
         if aside.exists():
+            reached("before the older one of the step is removed")
             shutil.rmtree(aside)
         return LocalFolder(final)
 
@@ -186,6 +191,7 @@ class LocalStorage:
         try:
             with LocalWritable(self.path).create(temporary.name) as file:
                 file.write(f"{name}\n".encode())
+            reached("before latest moves")
             os.replace(temporary, self.path / LATEST)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -196,6 +202,7 @@ class LocalStorage:
         aside = self.path / f"{REMOVED}{name}"
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(self.folder(name).path, aside)
+        reached("old one hidden")
         shutil.rmtree(aside)
 
     def sweep(self, name: str | None = None) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import fsspec
 
 from modelworks.checkpoint.errors import CheckpointError
+from modelworks.checkpoint.faults import reached
 from modelworks.checkpoint.names import LATEST, MANIFEST, MANIFEST_CHECKSUM, is_step, step_number
 from modelworks.checkpoint.storage import Folder, Storage, check_inside
 from modelworks.config import nearest
@@ -209,6 +210,7 @@ class UrlStorage:
     def _remove_files(self, name: str, files: Mapping[str, int] | list[str]) -> None:
         """The manifest first: without it the rest does not look complete."""
         for file in sorted(files, key=lambda file: file != MANIFEST):
+            reached("before a file is removed")
             _remove(self._system, f"{self._path}/{name}/{file}")
 
 
