@@ -1,75 +1,93 @@
 """The manifest: one JSON file that says what a checkpoint is and where each logical tensor lies.
 
-The idea: tensors are *logical*: full parameter name and global shape. Each is made of pieces (a file and a box inside
-the global shape). One process writes one piece per tensor; sharded runs will write several, and a reader takes
-what it needs whatever the layout was.
+The idea: tensors are *logical*: full name, dtype and global shape. Each is cut by a grid, and every cell of the grid is
+one piece in one file. A reader takes what it needs from any layout; loading is resharding.
 
-The invariant: `manifest.json` is written last, inside a directory that is then renamed into place, so a visible
-`step-…` directory is complete; `manifest.crc32` guards the manifest, which guards everything else.
-docs/checkpoint-format.md is the specification.
+The invariant: the manifest is written last, so where it is, everything is; `manifest.checksum` guards the manifest,
+which guards everything else. Nothing in a manifest is believed before it is checked against the files that are there:
+what it can make a reader allocate is bounded by their sizes. docs/checkpoint-format.md is the specification.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import zlib
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from modelworks.checkpoint.errors import CheckpointError
+from modelworks.checkpoint.checksums import XXH3, Scheme, digest
+from modelworks.checkpoint.errors import CheckpointError, CorruptedCheckpoint
 from modelworks.checkpoint.formats.safetensors_files import DTYPES, parse_json
+from modelworks.checkpoint.grid import Cuts, cell_volumes, cuts_problem, n_cells
+from modelworks.checkpoint.names import MANIFEST as MANIFEST
+from modelworks.checkpoint.names import MANIFEST_CHECKSUM as MANIFEST_CHECKSUM
+from modelworks.checkpoint.storage import Folder, open_folder
 from modelworks.config import ModelConfig, RunConfig
 
 FORMAT = "modelworks-checkpoint"
-VERSION = 1
-MANIFEST, MANIFEST_CRC = "manifest.json", "manifest.crc32"
+VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 28
+ADVICE = "use another checkpoint, or copy this one again from where it is whole"
+_HEX = b"0123456789abcdef"
+_MAX_DIMENSIONS = 64
 _Config = TypeVar("_Config", ModelConfig, RunConfig)
 
 
-class _Part(BaseModel):
+class _Stored(BaseModel):
     # Keys that this version does not know are ignored: a change that a reader must understand raises the version.
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
 
-class FileEntry(_Part):
-    bytes: int = Field(ge=0)
-    crc32: str = Field(pattern="^[0-9a-f]{8}$")
+class FileEntry(_Stored):
+    """One file. header: digest of all bytes before the tensors of a safetensors file. checksum: of any other file."""
 
-
-class Piece(_Part):
-    """The box [offset, offset + extent) of a logical tensor, stored under `key` of a safetensors `file`."""
-
-    file: str
-    key: str
-    offset: list[int]
-    extent: list[int]
-    bytes: int = Field(ge=0)
-    crc32: str = Field(pattern="^[0-9a-f]{8}$")
-
-
-class TensorEntry(_Part):
-    """One logical tensor. dtype: the safetensors name. shape: global. Tied tensors share their pieces."""
-
-    section: str
     name: str
-    dtype: str
-    shape: list[int]
-    pieces: list[Piece] = Field(min_length=1)
+    bytes: int = Field(ge=0, lt=2**63)
+    header: str | None = Field(default=None, pattern="^[0-9a-f]{16}$")
+    checksum: str | None = Field(default=None, pattern="^[0-9a-f]{8,16}$")
 
 
-class TokenizerEntry(_Part):
+class TokenizerEntry(_Stored):
     """The tokeniser's files in the checkpoint, and the SHA-256 over their sorted names and contents."""
 
     directory: str
     sha256: str
 
 
-class Manifest(_Part):
+@dataclass(frozen=True)
+class TensorEntry:
+    """One logical tensor. dtype: the safetensors name. shape: global. files, checksums: of each cell, row-major.
+
+    key: its name inside the files; tied tensors share it, and all of their pieces.
+    """
+
+    section: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    cuts: Cuts
+    files: NDArray[np.int64]
+    checksums: Sequence[str]
+    key: str
+
+    @property
+    def full_name(self) -> str:
+        """For messages."""
+        return f"{self.section}/{self.name}"
+
+    def piece_bytes(self) -> NDArray[np.int64]:
+        """Of every cell."""
+        return cell_volumes(self.cuts) * DTYPES[self.dtype].itemsize
+
+
+class Head(_Stored):
+    """What a manifest says besides files and tensors, the same in all versions."""
+
     format: Literal["modelworks-checkpoint"]
     version: int
     created: str
@@ -79,69 +97,86 @@ class Manifest(_Part):
     config: dict[str, Any] | None
     layout: dict[str, Any]
     tokenizer: TokenizerEntry | None
-    tensors: list[TensorEntry]
-    files: dict[str, FileEntry]
     state: dict[str, Any]
     metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest that was checked, of whatever version."""
+
+    head: Head
+    scheme: Scheme
+    files: Sequence[FileEntry]
+    tensors: Sequence[TensorEntry]
+
+    @property
+    def step(self) -> int:
+        return self.head.step
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return self.head.metrics
+
+
+class _Version2(Head):
+    checksum: Literal["xxh3-64"]
+    block_bytes: int = Field(ge=1 << 12, le=1 << 30, multiple_of=16)
+    files: list[FileEntry]
+    tensors: list[Any]
 
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint directory; every claim is checked against the files' sizes."""
-    path = directory / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{directory}: not a checkpoint (no {MANIFEST})")
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
+def read_manifest(where: Folder | Path | str) -> Manifest:
+    """Read and check the manifest of a checkpoint; every claim is checked against the sizes of the files.
+
+    Raises CheckpointError for what is no checkpoint or of a newer version, `CorruptedCheckpoint` for a damaged one.
+    """
+    folder = open_folder(where) if isinstance(where, str | Path) else where
+    path = f"{folder.label}/{MANIFEST}"
+    sizes = folder.sizes()
+    size = sizes.get(MANIFEST)
+    if size is None:
+        raise CheckpointError(f"{folder.label}: not a checkpoint (no {MANIFEST})")
+    if size > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path}: larger than a manifest may be ({MAX_MANIFEST_BYTES:,} bytes)")
-    text = path.read_bytes()
-    raw = parse_json(text, path)
+    text = folder.read(MANIFEST, 0, size)
+    try:
+        raw = parse_json(text, path)
+    except CheckpointError as error:
+        raise CorruptedCheckpoint(f"{error}; {ADVICE}") from None
     if raw.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not a {FORMAT} manifest (format is {raw.get('format')!r})")
     version = raw.get("version")
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise CheckpointError(f"{path}: format version {version!r} does not exist")
     if version > VERSION:
         raise CheckpointError(
             f"{path}: format version {version} is newer than this Modelworks reads ({VERSION}); upgrade Modelworks"
         )
-    _check_own_checksum(directory, text)
+    if version == 1:
+        from modelworks.checkpoint.manifest_v1 import read_version_1
+
+        manifest = read_version_1(folder, raw, text)
+        _check_files(folder, manifest.files, sizes)
+        return manifest
+    _check_own_checksum(folder, digest(text))
+    stored = validated(_Version2, raw, path)
+    _check_files(folder, stored.files, sizes)
+    scheme = Scheme(XXH3.name, XXH3.digits, stored.block_bytes, XXH3.digest)
+    return Manifest(stored, scheme, stored.files, _tensors(stored, scheme, path))
+
+
+def validated(kind: type[_Model], raw: Mapping[str, Any], path: str) -> _Model:
+    """The manifest as that kind of model, or `CorruptedCheckpoint` naming the first key that is wrong."""
     try:
-        manifest = Manifest.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{path}: {place}: {first['msg']}; the manifest is corrupted") from None
-    for name, entry in manifest.files.items():
-        check_file(directory, name, entry)
-    seen: set[tuple[str, str]] = set()
-    for tensor in manifest.tensors:
-        problem = _tensor_problem(tensor, manifest.files)
-        if (tensor.section, tensor.name) in seen:
-            problem = "appears twice"
-        seen.add((tensor.section, tensor.name))
-        if problem:
-            raise CheckpointError(
-                f"{path}: tensor `{tensor.section}/{tensor.name}`: {problem}; the manifest is corrupted"
-            )
-    return manifest
-
-
-def check_file(directory: Path, name: str, entry: FileEntry) -> None:
-    """A file must lie inside the directory, links followed, and have the size that the manifest gives."""
-    parts = PurePosixPath(name).parts
-    inside = parts and not name.startswith("/") and ".." not in parts and "\\" not in name and "\0" not in name
-    path = directory / name
-    root = os.path.realpath(directory)
-    if not inside or os.path.commonpath([root, os.path.realpath(path)]) != root:
-        raise CheckpointError(f"{directory / MANIFEST}: names the file {name!r}, which is not inside the checkpoint")
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing; the checkpoint is incomplete, use another one")
-    size = path.stat().st_size
-    if size != entry.bytes:
-        word = "truncated" if size < entry.bytes else "too long"
-        raise CheckpointError(f"{path}: {word} ({size:,} bytes, expected {entry.bytes:,}); use another checkpoint")
+        raise CorruptedCheckpoint(f"{path}: {place}: {first['msg']}; the manifest is corrupted") from None
 
 
 def encode_numbers(value: Any) -> Any:
@@ -166,70 +201,158 @@ def decode_numbers(value: Any) -> Any:
     return value
 
 
-def parse_model(manifest: Manifest, where: Path) -> ModelConfig:
-    config = _parse(ModelConfig, manifest.model, where)
+def parse_model(manifest: Manifest, label: str) -> ModelConfig:
+    config = _parse(ModelConfig, manifest.head.model, label)
     if config.n_layers > len(manifest.tensors):  # or listing its tensors would never end
         raise CheckpointError(
-            f"{where / MANIFEST}: claims {config.n_layers:,} layers, but lists {len(manifest.tensors):,} tensors"
+            f"{label}/{MANIFEST}: claims {config.n_layers:,} layers, but lists {len(manifest.tensors):,} tensors"
         )
     return config
 
 
-def parse_run(manifest: Manifest, where: Path) -> RunConfig:
+def parse_run(manifest: Manifest, label: str) -> RunConfig:
     """The run's configuration; a checkpoint that holds only a model (an imported one) has none."""
-    if manifest.config is None:
+    if manifest.head.config is None:
         raise CheckpointError(
-            f"{where}: holds a model but no run, so it cannot be resumed; start from it with `init_from`"
+            f"{label}: holds a model but no run, so it cannot be resumed; start from it with `init_from`"
         )
-    return _parse(RunConfig, manifest.config, where)
+    return _parse(RunConfig, manifest.head.config, label)
 
 
-def _parse(kind: type[_Config], data: dict[str, Any], where: Path) -> _Config:
+def _parse(kind: type[_Config], data: dict[str, Any], label: str) -> _Config:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(
-            f"{where / MANIFEST}: its configuration does not fit this version of Modelworks: {place}: {first['msg']}"
+            f"{label}/{MANIFEST}: its configuration does not fit this version of Modelworks: {place}: {first['msg']}"
         ) from None
 
 
-def _check_own_checksum(directory: Path, text: bytes) -> None:
-    path = directory / MANIFEST_CRC
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing; the checkpoint is incomplete, use another one")
-    with path.open("rb") as file:
-        expected = file.read(64).decode("ascii", "replace").strip()
-    if expected != f"{zlib.crc32(text):08x}":
-        raise CheckpointError(f"{directory / MANIFEST}: was changed after it was written (its checksum differs)")
-
-
-def _tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
-    if tensor.dtype not in DTYPES:
-        return f"unknown dtype {tensor.dtype!r}"
-    if any(size < 0 for size in tensor.shape):
-        return f"impossible shape {tensor.shape}"
-    itemsize, covered = DTYPES[tensor.dtype].itemsize, 0
-    for piece in tensor.pieces:
-        if piece.file not in files:
-            return f"lies in {piece.file!r}, which is not among the checkpoint's files"
-        fits = len(piece.offset) == len(piece.extent) == len(tensor.shape) and all(
-            start >= 0 and extent >= 0 and start + extent <= size
-            for start, extent, size in zip(piece.offset, piece.extent, tensor.shape, strict=True)
+def _check_own_checksum(folder: Folder, found: str) -> None:
+    """The file has one digest on each line: two while a manifest is being replaced where nothing can be renamed."""
+    size = folder.size(MANIFEST_CHECKSUM)
+    if size is None:
+        raise CorruptedCheckpoint(
+            f"{folder.label}/{MANIFEST_CHECKSUM}: missing; the checkpoint is incomplete; {ADVICE}"
         )
-        if not fits:
-            return f"piece at {piece.offset} of {piece.extent} is outside the shape {tensor.shape}"
-        if piece.bytes != math.prod(piece.extent) * itemsize or piece.bytes > files[piece.file].bytes:
-            return f"piece of {piece.extent} cannot have {piece.bytes:,} bytes"
-        covered += math.prod(piece.extent)
-    if covered != math.prod(tensor.shape) or _any_overlap(tensor.pieces):
-        return "its pieces do not cover it exactly once"
+    accepted = folder.read(MANIFEST_CHECKSUM, 0, min(size, 1024)).decode("ascii", "replace").split()
+    if found not in accepted:
+        raise CorruptedCheckpoint(
+            f"{folder.label}/{MANIFEST}: was changed after it was written (its checksum differs); {ADVICE}"
+        )
+
+
+def _check_files(folder: Folder, files: Sequence[FileEntry], sizes: Mapping[str, int]) -> None:
+    """Every file must lie inside the checkpoint, links followed, and have the size that the manifest gives."""
+    if len({file.name for file in files}) != len(files):
+        raise CorruptedCheckpoint(f"{folder.label}/{MANIFEST}: lists a file twice; the manifest is corrupted")
+    for file in files:
+        size = sizes.get(file.name)
+        if size is None:
+            size = folder.size(file.name)  # raises for one that lies outside
+        check_size(folder, file, size)
+
+
+def check_size(folder: Folder, file: FileEntry, size: int | None) -> None:
+    if size is None:
+        raise CorruptedCheckpoint(f"{folder.label}/{file.name}: missing; the checkpoint is incomplete; {ADVICE}")
+    if size != file.bytes:
+        word = "truncated" if size < file.bytes else "too long"
+        raise CorruptedCheckpoint(
+            f"{folder.label}/{file.name}: {word} ({size:,} bytes, expected {file.bytes:,}); {ADVICE}"
+        )
+
+
+def _tensors(stored: _Version2, scheme: Scheme, path: str) -> list[TensorEntry]:
+    file_bytes = np.array([file.bytes for file in stored.files], np.int64)
+    used = np.zeros(len(file_bytes), np.int64)
+    entries: dict[tuple[str, str], TensorEntry] = {}
+    by_key: dict[str, TensorEntry] = {}
+    for number, raw in enumerate(stored.tensors):
+        entry = _tensor(raw, number, file_bytes, scheme, path)
+        problem = "appears twice" if (entry.section, entry.name) in entries else None
+        first = by_key.setdefault(entry.key, entry)
+        if first is entry:
+            used[entry.files] += entry.piece_bytes()
+            if (used[entry.files] > file_bytes[entry.files]).any():
+                problem = "its files are too short for all that they shall hold"
+        elif not _same_pieces(first, entry):
+            problem = f"shares the key {entry.key!r} with {first.full_name}, but not its pieces"
+        if problem:
+            raise CorruptedCheckpoint(f"{path}: tensor `{entry.full_name}`: {problem}; the manifest is corrupted")
+        entries[entry.section, entry.name] = entry
+    return list(entries.values())
+
+
+def _tensor(raw: Any, number: int, file_bytes: NDArray[np.int64], scheme: Scheme, path: str) -> TensorEntry:
+    fields = raw if isinstance(raw, dict) else {}
+    section, name, dtype = fields.get("section"), fields.get("name"), fields.get("dtype")
+    if not isinstance(section, str) or not isinstance(name, str):
+        raise CorruptedCheckpoint(f"{path}: tensors.{number}: has no section and name; the manifest is corrupted")
+    shape, cuts, files, checksums = (fields.get(key) for key in ("shape", "cuts", "files", "checksums"))
+    key = fields.get("key", f"{section}/{name}")
+    problem = _shape_problem(dtype, shape, cuts)
+    if problem is None:
+        entry = TensorEntry(
+            section, name, dtype, tuple(shape), tuple(map(tuple, cuts)), _whole_numbers(files), checksums, key
+        )
+        problem = _pieces_problem(entry, file_bytes, scheme)
+    if problem:
+        raise CorruptedCheckpoint(f"{path}: tensor `{section}/{name}`: {problem}; the manifest is corrupted")
+    return entry
+
+
+def _shape_problem(dtype: Any, shape: Any, cuts: Any) -> str | None:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        return f"unknown dtype {dtype!r}"
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+        return "its shape is no list of sizes"
+    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) * 8 >= 2**63:
+        return f"impossible shape {shape}"
+    return cuts_problem(cuts, shape)
+
+
+def _pieces_problem(entry: TensorEntry, file_bytes: NDArray[np.int64], scheme: Scheme) -> str | None:
+    count, files, checksums = n_cells(entry.cuts), entry.files, entry.checksums
+    if not isinstance(entry.key, str):
+        return "its key is no text"
+    if len(files) != count or not isinstance(checksums, list) or len(checksums) != count:
+        return f"its cuts make {count:,} pieces, but it does not list a file and a checksum for each"
+    if count == 0:
+        return None
+    if files.min() < 0 or files.max() >= len(file_bytes):
+        return "lies in a file that is not among the checkpoint's files"
+    if len(np.unique(files)) != count:
+        return "two of its pieces lie in one file"
+    sizes = entry.piece_bytes()
+    if (sizes > file_bytes[files]).any():
+        return "a piece is larger than the file that it lies in"
+    if set(map(type, checksums)) != {str}:
+        return "its checksums are no text"
+    lengths = np.fromiter(map(len, checksums), np.int64, count)
+    together = "".join(checksums)
+    expected = -(-sizes // scheme.block_bytes) * scheme.digits
+    if (lengths != expected).any() or not together.isascii() or together.encode().translate(None, _HEX):
+        return f"its checksums are not {scheme.digits} hexadecimal digits for each block"
     return None
 
 
-def _any_overlap(pieces: list[Piece]) -> bool:
-    def overlap(a: Piece, b: Piece) -> bool:
-        return all(s < t + f and t < s + e for s, e, t, f in zip(a.offset, a.extent, b.offset, b.extent, strict=True))
+def _whole_numbers(value: Any) -> NDArray[np.int64]:
+    """A JSON list of whole numbers; no numbers at all where it is something else."""
+    nothing = np.zeros(0, np.int64)
+    if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
+        return nothing
+    try:
+        return np.array(value, np.int64)
+    except OverflowError:
+        return nothing
 
-    return any(overlap(a, b) for i, a in enumerate(pieces) for b in pieces[:i])
+
+def _same_pieces(one: TensorEntry, other: TensorEntry) -> bool:
+    same = (one.dtype, one.shape, one.cuts) == (other.dtype, other.shape, other.cuts)
+    return same and np.array_equal(one.files, other.files) and list(one.checksums) == list(other.checksums)
+
+
+_Model = TypeVar("_Model", bound=BaseModel)

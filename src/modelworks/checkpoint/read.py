@@ -1,13 +1,16 @@
-"""Reading a checkpoint: strict, bounded, one tensor at a time.
+"""Reading a checkpoint: strict, bounded, and only what is asked for.
 
-The invariant: a tensor is only handed out after its dtype, shape and checksum agree with the manifest; loading into
+The invariant: an element is only handed out after its dtype, shape and checksum agree with the manifest; loading into
 a model fills every parameter exactly once and uses every tensor, or says which do not match.
+
+A slice of a tensor reads the blocks that hold it, whatever the layout that wrote the checkpoint: loading is
+resharding.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Collection, Iterator, Mapping
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,38 +18,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelworks.checkpoint.errors import CheckpointError
-from modelworks.checkpoint.formats.safetensors_files import DTYPES, SafetensorsFile, byte_view
+from modelworks.checkpoint.errors import CheckpointError, CorruptedCheckpoint
+from modelworks.checkpoint.formats.safetensors_files import DTYPES
+from modelworks.checkpoint.grid import Cell, cell_box, cells_in, whole_box
 from modelworks.checkpoint.manifest import (
-    MANIFEST,
-    MANIFEST_CRC,
+    ADVICE,
+    FileEntry,
     Manifest,
-    Piece,
     TensorEntry,
-    check_file,
+    check_size,
     decode_numbers,
     parse_model,
     parse_run,
     read_manifest,
 )
-from modelworks.checkpoint.names import TEMPORARY
+from modelworks.checkpoint.names import MANIFEST, MANIFEST_CHECKSUM, MANIFEST_CRC, TEMPORARY
+from modelworks.checkpoint.shard_reader import ShardReader
+from modelworks.checkpoint.storage import Folder, open_folder
 from modelworks.config import ModelConfig, RunConfig
 
-_ADVICE = "the bytes on disk changed; use another checkpoint"
 
+def open_checkpoint(where: Path | str | Folder) -> Checkpoint:
+    """Open a checkpoint: its directory, its URL, or its folder in a storage.
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint directory. Raises CheckpointError unless it is complete: every file there with its size."""
-    return Checkpoint(path, read_manifest(path))
+    Raises CheckpointError unless it is complete: every file there with its size. Contents are checked when read.
+    """
+    folder = open_folder(where) if isinstance(where, str | Path) else where
+    return Checkpoint(folder, read_manifest(folder))
 
 
 class Checkpoint:
-    """A complete checkpoint. Tensors are read from disk when asked for, and checked then."""
+    """A complete checkpoint. Tensors are read when asked for, and checked then."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder = folder
         self.manifest = manifest
-        self._opened: dict[str, SafetensorsFile] = {}
+        self._shards = ShardReader(folder, manifest)
+        self._fetched: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def label(self) -> str:
+        """For messages: path or URL."""
+        return self.folder.label
+
+    @property
+    def path(self) -> Path | str:
+        """The directory, or the URL of one that is not on this machine."""
+        return self.folder.local() or self.folder.label
 
     @property
     def step(self) -> int:
@@ -55,50 +73,78 @@ class Checkpoint:
     @cached_property
     def config(self) -> RunConfig:
         """The run's configuration; raises CheckpointError for an imported model, which has none."""
-        return parse_run(self.manifest, self.path)
+        return parse_run(self.manifest, self.label)
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        return parse_model(self.manifest, self.path)
+        return parse_model(self.manifest, self.label)
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        return dict(decode_numbers(self.manifest.state))
+        return dict(decode_numbers(self.manifest.head.state))
 
     @cached_property
     def metrics(self) -> dict[str, float]:
         return dict(decode_numbers(self.manifest.metrics))
 
     @property
+    def layout(self) -> dict[str, Any]:
+        """How the run was split that wrote it, `world_size` included: for people, a reader never needs it."""
+        return dict(self.manifest.head.layout)
+
+    @cached_property
     def tokenizer(self) -> Path | None:
-        """The directory of the tokeniser's files."""
-        entry = self.manifest.tokenizer
-        return None if entry is None else self.path / entry.directory
+        """The directory of the tokeniser's files, checked; fetched, where the checkpoint is not on this machine, to a
+        temporary one that lives as long as this object. None where there is none."""
+        entry = self.manifest.head.tokenizer
+        if entry is None:
+            return None
+        contents = {file.name: self._checked(file) for file in self._other_files(f"{entry.directory}/")}
+        local = self.folder.local()
+        if local is not None:
+            return local / entry.directory
+        self._fetched = tempfile.TemporaryDirectory(prefix="modelworks-tokenizer-")
+        for name, data in contents.items():
+            target = Path(self._fetched.name) / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        return Path(self._fetched.name) / entry.directory
 
     def sections(self) -> list[str]:
         return list(self._sections)
 
     def tensor_types(self, section: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Full tensor name -> (dtype, global shape), in the order on disk."""
-        ordered = sorted(self._section(section).values(), key=lambda tensor: tensor.pieces[0].file)
-        return {tensor.name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for tensor in ordered}
+        return {tensor.name: (DTYPES[tensor.dtype], tensor.shape) for tensor in self._in_order(section)}
 
     def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
         """Full tensor name -> global shape."""
-        return {tensor.name: tuple(tensor.shape) for tensor in self._section(section).values()}
+        return {tensor.name: tensor.shape for tensor in self._section(section).values()}
 
     def tensor(self, section: str, name: str) -> Tensor:
-        """One logical tensor, checked against its checksum."""
-        return self._read(self._section(section)[name])
+        """One logical tensor, whole, checked."""
+        entry = self._section(section)[name]
+        return self._read(entry, whole_box(entry.shape))
+
+    def slice(self, section: str, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """The part of a logical tensor within bounds (start, stop) along each dimension; only that is read, and
+        checked. Raises ValueError for bounds outside of it, KeyError for a name that it does not have."""
+        entry = self._section(section)[name]
+        inside = len(bounds) == len(entry.shape) and all(
+            0 <= start <= stop <= size for (start, stop), size in zip(bounds, entry.shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"{entry.full_name}: {list(bounds)} is not inside its shape {list(entry.shape)}")
+        return self._read(entry, tuple((start, stop) for start, stop in bounds))
 
     def tensors(self, section: str) -> Iterator[tuple[str, Tensor]]:
-        """(full name, tensor) in the order they lie on disk, each checked against its checksum."""
-        for tensor in sorted(self._section(section).values(), key=lambda tensor: tensor.pieces[0].file):
-            yield tensor.name, self._read(tensor)
+        """(full name, whole tensor) in the order they lie on disk, each checked."""
+        for entry in self._in_order(section):
+            yield entry.name, self._read(entry, whole_box(entry.shape))
 
     def expect(self, section: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError, naming the first tensors that do not match, unless the section has these shapes."""
-        check_shapes(f"{self.path}: section `{section}`", self.shapes(section), shapes)
+        check_shapes(f"{self.label}: section `{section}`", self.shapes(section), shapes)
 
     def load(self, section: str, targets: Mapping[str, Tensor]) -> None:
         """Copy the section into `targets` (full name -> tensor), strictly: same names and shapes, nothing left over."""
@@ -107,17 +153,42 @@ class Checkpoint:
             for name, tensor in self.tensors(section):
                 targets[name].copy_(tensor)
 
-    def verify(self, sections: Collection[str] | None = None) -> None:
-        """Read the sections (default: all) once and check every checksum; CheckpointError names file and tensor."""
-        tensors = [t for t in self.manifest.tensors if sections is None or t.section in sections]
-        pieces = {(p.file, p.key): (t, p) for t in tensors for p in t.pieces}
-        for tensor, piece in pieces.values():
-            self._piece(tensor, piece)
-        for name, entry in self.manifest.files.items():
-            if not name.endswith(".safetensors"):
-                path = self.path / name
-                if f"{zlib.crc32(path.read_bytes()):08x}" != entry.crc32:
-                    raise CheckpointError(f"{path}: its checksum differs from the manifest; {_ADVICE}")
+    def verify(self, sections: Collection[str] | None = None, part: tuple[int, int] = (0, 1)) -> int:
+        """Read the sections (default: all) once and check every checksum; returns the bytes checked.
+
+        part: (index, count): only that share of them, so that `count` processes check all of it together. Raises
+        CorruptedCheckpoint that names file and tensor.
+        """
+        index, count = part
+        pieces = {
+            (int(entry.files[cell]), entry.key): (entry, cell, int(size))
+            for entry in self.manifest.tensors
+            if sections is None or entry.section in sections
+            for cell, size in enumerate(entry.piece_bytes())
+        }
+        total = sum(size for _, _, size in pieces.values())
+        checked = before = 0
+        for _, (entry, cell, size) in sorted(pieces.items(), key=lambda item: item[0]):
+            if before * count // max(total, 1) == index:
+                checked += self._shards.check(entry, Cell(cell, cell_box(entry.cuts, cell)))
+            before += size
+        if index == 0:
+            checked += sum(len(self._checked(file)) for file in self._other_files())
+        return checked
+
+    def _other_files(self, prefix: str = "") -> Iterator[FileEntry]:
+        return (file for file in self.manifest.files if file.checksum is not None and file.name.startswith(prefix))
+
+    def _checked(self, file: FileEntry) -> bytes:
+        """The contents of a file that is no shard."""
+        check_size(self.folder, file, self.folder.size(file.name))
+        data = self.folder.read(file.name, 0, file.bytes)
+        if self.manifest.scheme.digest(data) != file.checksum:
+            raise CorruptedCheckpoint(f"{self.label}/{file.name}: its checksum differs from the manifest; {ADVICE}")
+        return data
+
+    def _in_order(self, section: str) -> list[TensorEntry]:
+        return sorted(self._section(section).values(), key=lambda entry: int(entry.files[0]) if len(entry.files) else 0)
 
     def _section(self, section: str) -> dict[str, TensorEntry]:
         return self._sections.get(section, {})
@@ -129,31 +200,11 @@ class Checkpoint:
             sections.setdefault(tensor.section, {})[tensor.name] = tensor
         return sections
 
-    def _read(self, tensor: TensorEntry) -> Tensor:
-        if tensor.pieces[0].extent == tensor.shape:
-            return self._piece(tensor, tensor.pieces[0])
-        whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-        for piece in tensor.pieces:
-            box = tuple(slice(o, o + e) for o, e in zip(piece.offset, piece.extent, strict=True))
-            whole[box] = self._piece(tensor, piece)
-        return whole
-
-    def _piece(self, tensor: TensorEntry, piece: Piece) -> Tensor:
-        if piece.file not in self._opened:
-            check_file(self.path, piece.file, self.manifest.files[piece.file])
-            self._opened[piece.file] = SafetensorsFile(self.path / piece.file)
-        file = self._opened[piece.file]
-        info = file.tensors.get(piece.key)
-        if info is None or info.dtype != DTYPES[tensor.dtype] or list(info.shape) != piece.extent:
-            raise CheckpointError(
-                f"{file.path}: its header does not hold tensor `{piece.key}` as the manifest describes it; {_ADVICE}"
-            )
-        value = file.read(piece.key)
-        if f"{zlib.crc32(byte_view(value)):08x}" != piece.crc32:
-            raise CheckpointError(
-                f"{file.path}: the checksum of tensor `{tensor.section}/{tensor.name}` differs; {_ADVICE}"
-            )
-        return value
+    def _read(self, entry: TensorEntry, bounds: tuple[tuple[int, int], ...]) -> Tensor:
+        out = torch.empty([stop - start for start, stop in bounds], dtype=DTYPES[entry.dtype])
+        for cell in cells_in(entry.cuts, bounds):
+            self._shards.read(entry, cell, bounds, out)
+        return out
 
 
 def check_shapes(
@@ -173,19 +224,23 @@ def check_shapes(
         raise CheckpointError(f"{where} is of another model: {'; '.join(problems[:limit])}{more}")
 
 
-def explain(directory: Path) -> list[str]:
-    """What a directory lacks to be a complete checkpoint, one sentence each; an empty list when it is complete."""
-    if not directory.is_dir():
-        return [f"{directory} does not exist"]
+def explain(where: Path | str) -> list[str]:
+    """What a checkpoint lacks to be complete and whole, one sentence each; an empty list when it is."""
+    folder = open_folder(where)
+    present = folder.list()
+    local = folder.local()
+    if not present and (local is None or not local.is_dir()):
+        return [f"{folder.label} does not exist"]
     lacks = []
-    if directory.name.startswith(TEMPORARY):
+    if folder.name.startswith(TEMPORARY):
         lacks.append("its name is that of an unfinished write: the writer was stopped before it renamed it")
-    lacks += [f"{name} is missing" for name in (MANIFEST_CRC, MANIFEST) if not (directory / name).is_file()]
-    if not (directory / MANIFEST).is_file():
-        present = sorted(path.name for path in directory.iterdir())
+    if MANIFEST_CHECKSUM not in present and MANIFEST_CRC not in present:
+        lacks.append(f"{MANIFEST_CHECKSUM} is missing")
+    if MANIFEST not in present:
+        lacks.append(f"{MANIFEST} is missing")
         return [*lacks, f"present: {', '.join(present) or 'nothing'}; the manifest is written last"]
     try:
-        open_checkpoint(directory).verify()
+        open_checkpoint(folder).verify()
     except (CheckpointError, OSError) as error:
         lacks.append(str(error))
     return lacks

@@ -1,53 +1,34 @@
-"""Writing a checkpoint so that a reader sees it complete or not at all.
+"""Writing a whole checkpoint by one process: a model that was imported or converted, or the state of a small run.
 
-The sequence, each step durable before the next: tensor files and tokeniser under `.tmp-…` (fsync each), the manifest
-last, fsync of the directory, rename to `step-…`, fsync of the parent, then the `latest` pointer (atomic replace).
-Retention comes after, in `retention.py`, and only on complete checkpoints.
-
-The invariant: killed between any two of these steps, the newest complete checkpoint is still found, and what is left
-of the attempt has a name starting with a dot that the next writer recognises. A writer holds a lock (flock) on its
-temporary directory, which dies with it; that is how leftovers of dead writers are told from a live one.
+The same pieces as where all ranks of a run write together (`save.py`): shard files and the manifest in the folder of an
+attempt, which the storage then makes visible. Killed at any moment, what was complete before is still found.
 """
 
 from __future__ import annotations
 
-import datetime
-import fcntl
-import hashlib
-import json
-import os
-import secrets
-import shutil
-import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-import modelworks
+from modelworks.checkpoint.commit import Identity, write_manifest
 from modelworks.checkpoint.errors import CheckpointError
-from modelworks.checkpoint.formats.safetensors_files import (
-    DTYPE_NAMES,
-    plan_shards,
-    shard_names,
-    volume_bytes,
-    write_safetensors,
-)
-from modelworks.checkpoint.lazy_tensor import LazyTensor, loaded
-from modelworks.checkpoint.manifest import FORMAT, MANIFEST, MANIFEST_CRC, VERSION, encode_numbers
-from modelworks.checkpoint.names import LATEST, REPLACED, TEMPORARY, step_name
-from modelworks.checkpoint.retention import clean_leftovers
+from modelworks.checkpoint.formats.safetensors_files import DTYPE_NAMES, plan_shards, volume_bytes, write_shard
+from modelworks.checkpoint.grid import whole_box
+from modelworks.checkpoint.lazy_tensor import LazyTensor
+from modelworks.checkpoint.local_storage import LocalStorage
+from modelworks.checkpoint.names import step_name
+from modelworks.checkpoint.part import MAX_SHARD_BYTES, File, Part, Piece
+from modelworks.checkpoint.storage import Folder, Storage, WritableFolder, open_storage
 from modelworks.config import ModelConfig, RunConfig
-
-MAX_SHARD_BYTES = 4 << 30
-
 
 Sections = Mapping[str, Mapping[str, Tensor | LazyTensor]]
 
 
 def write_checkpoint(
-    directory: Path,
+    directory: Path | str,
     *,
     step: int,
     config: RunConfig,
@@ -56,27 +37,18 @@ def write_checkpoint(
     tokenizer: Path | None,
     metrics: Mapping[str, float] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Path:
-    """Write `directory/step-XXXXXXXX` and return its path. An existing checkpoint of the same step is replaced.
+) -> Path | str:
+    """Write `directory/step-XXXXXXXX` and return its path or URL. An existing checkpoint of the same step is replaced.
 
     sections: section name -> full tensor name -> tensor (any device); tensors that share memory are stored once.
     state: what JSON can hold, non-finite numbers included. tokenizer: a file or directory that is copied in.
     Raises OSError when the disk is full; nothing partial is then visible and older checkpoints are untouched.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    clean_leftovers(directory)
-    final = directory / step_name(step)
-    identity = {
-        "step": step,
-        "model": config.model.model_dump(mode="json"),
-        "config": config.model_dump(mode="json", by_alias=True),
-        "layout": {"world_size": 1, **config.parallel.model_dump(mode="json")},
-        "state": encode_numbers(dict(state)),
-        "metrics": encode_numbers(dict(metrics or {})),
-    }
-    _commit(final, identity, sections, tokenizer, max_shard_bytes)
-    _point_latest(directory, final.name)
-    return final
+    storage = open_storage(directory)
+    identity = Identity.of_run(config, world_size=1, state=state, metrics=metrics or {}, tokenizer=tokenizer)
+    folder = _write(storage, step_name(step), step, identity, sections, max_shard_bytes)
+    storage.point_latest(step_name(step))
+    return folder.local() or folder.label
 
 
 def write_model(
@@ -87,119 +59,71 @@ def write_model(
     tokenizer: Path | None,
     origin: str,
     biases: Mapping[str, Tensor | LazyTensor] | None = None,
+    optimizer: Mapping[str, Tensor | LazyTensor] | None = None,
+    updates: int = 0,
+    step: int = 0,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write a checkpoint at `path` that holds a model and no run: the result of importing one from elsewhere.
 
-    biases: of the routers of experts, where the model has them.
+    biases: of the routers of experts, where the model has them. optimizer: `<parameter>/<state>`, after `updates`
+    updates, where that came with it. step: how far it had been trained.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    identity = {
-        "step": 0,
-        "model": config.model_dump(mode="json"),
-        "config": None,
-        "layout": {"world_size": 1},
-        "state": {"origin": origin},
-        "metrics": {},
-    }
-    sections = {"model": tensors, "routing": biases} if biases else {"model": tensors}
-    _commit(path, identity, sections, tokenizer, max_shard_bytes)
+    sections = {"model": tensors, "routing": biases or {}, "optimizer": optimizer or {}}
+    sections = {name: values for name, values in sections.items() if values}
+    state = {"origin": origin, **({"updates": updates} if optimizer else {})}
+    identity = Identity(config, None, {"world_size": 1}, state, {}, tokenizer)
+    _write(LocalStorage(path.parent), path.name, step, identity, sections, max_shard_bytes)
     return path
 
 
-def _commit(
-    final: Path, identity: dict[str, Any], sections: Sections, tokenizer: Path | None, max_shard_bytes: int
-) -> None:
-    parent = final.parent
-    temporary = parent / f"{TEMPORARY}{final.name}-{secrets.token_hex(4)}"
-    replaced = parent / f"{REPLACED}{final.name}"
-    temporary.mkdir()
-    lock = os.open(temporary, os.O_RDONLY)
+def _write(
+    storage: Storage, name: str, step: int, identity: Identity, sections: Sections, max_shard_bytes: int
+) -> Folder:
+    attempt = storage.begin(name)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        _write_contents(temporary, identity, sections, tokenizer, max_shard_bytes)
-        # A directory cannot be renamed over another: the old one steps aside first. Readers know the aside name.
-        if final.exists():
-            os.rename(final, replaced)
-        os.rename(temporary, final)
-        _fsync_directory(parent)
+        folder = storage.writing(attempt)
+        write_manifest(folder, step, identity, [_write_part(folder, sections, max_shard_bytes)])
+        return storage.commit(attempt)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if replaced.exists() and not final.exists():
-            os.rename(replaced, final)
+        storage.abort(attempt)
         raise
-    finally:
-        os.close(lock)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
-def _write_contents(
-    temporary: Path, identity: dict[str, Any], sections: Sections, tokenizer: Path | None, max_shard_bytes: int
-) -> None:
-    files: dict[str, dict[str, Any]] = {}
-    tensors = [
-        entry
-        for section, values in sections.items()
-        for entry in _write_section(temporary, section, values, max_shard_bytes, files)
-    ]
-    tokenizer_entry = None if tokenizer is None else _copy_tokenizer(tokenizer, temporary, files)
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "writer": f"modelworks {modelworks.__version__}",
-        **identity,
-        "tokenizer": tokenizer_entry,
-        "tensors": tensors,
-        "files": files,
-    }
-    text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False).encode()
-    _write_file(temporary / MANIFEST_CRC, f"{zlib.crc32(text):08x}\n".encode())
-    _write_file(temporary / MANIFEST, text)
-    _fsync_directory(temporary)
-
-
-def _write_section(
-    directory: Path,
-    section: str,
-    values: Mapping[str, Tensor | LazyTensor],
-    max_shard_bytes: int,
-    files: dict[str, dict[str, Any]],
-) -> list[dict[str, Any]]:
+def _write_part(folder: WritableFolder, sections: Sections, max_shard_bytes: int) -> Part:
+    """All tensors as one rank's part: each is one piece."""
+    values = {(section, name): value for section, tensors in sections.items() for name, value in tensors.items()}
     owners = _owners(values)
-    unique = {name: values[name] for name in dict.fromkeys(owners.values())}
-    for name, value in unique.items():
+    unique = {f"{owner[0]}/{owner[1]}": values[owner] for owner in dict.fromkeys(owners.values())}
+    for key, value in unique.items():
         if value.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{section}/{name}: tensors of {value.dtype} cannot be stored in safetensors")
-    shards = plan_shards({name: volume_bytes(v.shape, v.dtype) for name, v in unique.items()}, max_shard_bytes)
-    pieces: dict[str, dict[str, Any]] = {}
-    for file, names in zip(shard_names(section, len(shards)), shards, strict=True):
-        written = write_safetensors(
-            directory / file,
-            {name: (unique[name].dtype, tuple(unique[name].shape)) for name in names},
-            lambda name: loaded(unique[name]),
-        )
-        files[file] = {"bytes": written.bytes, "crc32": f"{written.crc32:08x}"}
-        for name, (size, crc32) in written.tensors.items():
-            shape = list(unique[name].shape)
-            box = {"offset": [0] * len(shape), "extent": shape}
-            pieces[name] = {"file": file, "key": name, **box, "bytes": size, "crc32": f"{crc32:08x}"}
-    return [
-        {
-            "section": section,
-            "name": name,
-            "dtype": DTYPE_NAMES[value.dtype],
-            "shape": list(value.shape),
-            "pieces": [pieces[owners[name]]],
-        }
-        for name, value in values.items()
-    ]
+            raise CheckpointError(f"{key}: tensors of {value.dtype} cannot be stored in safetensors")
+    sizes = {key: volume_bytes(value.shape, value.dtype) for key, value in unique.items()}
+    files: list[File] = []
+    place: dict[str, tuple[int, str]] = {}  # key -> file, checksums
+    for keys in plan_shards({key: size for key, size in sizes.items() if size}, max_shard_bytes):
+        stem = "rank-00000" if not files else f"rank-00000-{len(files) + 1}"
+        name = folder.file_name(stem, ".safetensors")
+        with folder.create(name) as file:
+            written = write_shard(file, [(key, unique[key]) for key in keys])
+        place |= {key: (len(files), checksums) for key, checksums in written.checksums.items()}
+        files.append(File(name, written.bytes, written.header))
+    pieces = []
+    for (section, name), value in values.items():
+        key = "/".join(owners[section, name])
+        number, checksums = place.get(key, (0, ""))
+        shape = tuple(value.shape)
+        piece = Piece(section, name, DTYPE_NAMES[value.dtype], shape, whole_box(shape), number, checksums)
+        pieces.append(piece if key == f"{section}/{name}" else replace(piece, key=key))
+    return Part(0, files, pieces)
 
 
-def _owners(values: Mapping[str, Tensor | LazyTensor]) -> dict[str, str]:
+_Name = tuple[str, str]  # section, name
+
+
+def _owners(values: Mapping[_Name, Tensor | LazyTensor]) -> dict[_Name, _Name]:
     """name -> the first name whose tensor is the very same memory (tied weights), else itself."""
-    first: dict[object, str] = {}
+    first: dict[object, _Name] = {}
     owners = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and value.numel():
@@ -208,47 +132,3 @@ def _owners(values: Mapping[str, Tensor | LazyTensor]) -> dict[str, str]:
             identity = name
         owners[name] = first.setdefault(identity, name)
     return owners
-
-
-def _copy_tokenizer(source: Path, checkpoint: Path, files: dict[str, dict[str, Any]]) -> dict[str, str]:
-    directory = checkpoint / "tokenizer"
-    directory.mkdir()
-    sources = [source] if source.is_file() else sorted(path for path in source.iterdir() if path.is_file())
-    if not sources:
-        raise CheckpointError(f"{source}: no tokeniser files to keep with the checkpoint")
-    digest = hashlib.sha256()
-    for path in sources:
-        data = path.read_bytes()
-        digest.update(path.name.encode() + b"\0" + len(data).to_bytes(8, "little") + data)
-        _write_file(directory / path.name, data)
-        files[f"tokenizer/{path.name}"] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
-    _fsync_directory(directory)
-    return {"directory": "tokenizer", "sha256": digest.hexdigest()}
-
-
-def _point_latest(directory: Path, name: str) -> None:
-    """Replace the pointer file `latest` atomically. It is for people and other tools; our reader scans."""
-    temporary = directory / f"{TEMPORARY}{LATEST}-{secrets.token_hex(4)}"
-    try:
-        _write_file(temporary, f"{name}\n".encode())
-        os.replace(temporary, directory / LATEST)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _fsync_directory(directory)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb", buffering=0) as file:
-        view = memoryview(data)
-        while len(view):
-            view = view[os.write(file.fileno(), view) :]
-        os.fsync(file.fileno())
-
-
-def _fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -47,6 +47,14 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the same bound as the reference implementation
 _CHUNK = 1 << 24
+_OTHER_FORMATS = {
+    b"PK\x03\x04": "a zip archive (as torch.save writes: pickled code)",
+    b"\x80\x02": "a pickle (which can run code)",
+    b"\x80\x03": "a pickle (which can run code)",
+    b"\x80\x04": "a pickle (which can run code)",
+    b"\x80\x05": "a pickle (which can run code)",
+    b"GGUF": "a GGUF file",
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,10 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tensors, self.metadata, self._data_start = _read_header(path)
+        with path.open("rb") as file:
+            prefix = read_prefix(path, path.stat().st_size, file.read)
+        self.tensors, self.metadata = parse_prefix(path, path.stat().st_size, prefix)
+        self._data_start = len(prefix)
 
     def read(self, name: str) -> Tensor:
         """The tensor `name`, in memory of its own on the CPU."""
@@ -119,6 +130,7 @@ def write_safetensors(
                 _write_all(file.fileno(), chunk)
             checksums[name] = (len(data), own)
             total += len(data)
+            data = chunk = memoryview(b"")  # else this tensor would be in memory beside the next one
         os.fsync(file.fileno())
     return WrittenFile(total, whole, checksums)
 
@@ -152,6 +164,7 @@ def write_shard(file: Output, tensors: Sequence[tuple[str, Tensor | LazyTensor]]
             digests.append(XXH3.digest(block))
             total += file.write(block)
         checksums[name] = "".join(digests)
+        data = block = memoryview(b"")  # else this tensor would be in memory beside the next one
     return WrittenShard(total, XXH3.digest(header), checksums)
 
 
@@ -281,44 +294,51 @@ def _bytes_of(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, .
     return memoryview(byte_view(tensor.detach().cpu()))
 
 
-def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(
-                f"{path}: not a safetensors file, or truncated: "
-                f"its header claims {length:,} bytes, the file has {size:,}"
-            )
-        header = parse_json(file.read(length), f"{path}: safetensors header")
+def read_prefix(where: object, size: int, read: Callable[[int], bytes]) -> bytes:
+    """All bytes of a file before its tensors. size: of the file; read: its next bytes, beginning with the first."""
+    start = read(8)
+    length = int.from_bytes(start, "little")
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        looks = next((what for magic, what in _OTHER_FORMATS.items() if start.startswith(magic)), None)
+        if looks is not None:
+            raise CheckpointError(f"{where}: not a safetensors file but {looks}, which is not read")
+        raise CheckpointError(
+            f"{where}: not a safetensors file, or truncated: its header claims {length:,} bytes, the file has {size:,}"
+        )
+    return start + read(length)
+
+
+def parse_prefix(where: object, size: int, prefix: bytes) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The tensors and the metadata that a file's first bytes describe, checked against its size."""
+    header = parse_json(prefix[8:], f"{where}: safetensors header")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: safetensors header: `__metadata__` is not text; the file is corrupted")
-    tensors = dict(_entries(path, header, size - 8 - length))
-    return tensors, metadata, 8 + length
+        raise CheckpointError(f"{where}: safetensors header: `__metadata__` is not text; the file is corrupted")
+    return dict(_entries(where, header, size - len(prefix))), metadata
 
 
-def _entries(path: Path, header: dict[str, Any], data_bytes: int) -> Iterator[tuple[str, TensorInfo]]:
+def _entries(where: object, header: dict[str, Any], data_bytes: int) -> Iterator[tuple[str, TensorInfo]]:
     infos: dict[str, TensorInfo] = {}
     for name, entry in header.items():
         problem = _problem(entry)
         if problem:
-            raise CheckpointError(f"{path}: tensor `{name}`: {problem}; the header is corrupted")
+            raise CheckpointError(f"{where}: tensor `{name}`: {problem}; the header is corrupted")
         infos[name] = TensorInfo(DTYPES[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"])
     position = 0
     for name, info in sorted(infos.items(), key=lambda item: (item[1].begin, item[1].end)):
         if info.begin != position:
             raise CheckpointError(
-                f"{path}: tensor `{name}` starts at byte {info.begin:,}, expected {position:,}; the header is corrupted"
+                f"{where}: tensor `{name}` starts at byte {info.begin:,}, expected {position:,}; "
+                "the header is corrupted"
             )
         position = info.end
         if position > data_bytes:
             raise CheckpointError(
-                f"{path}: tensor `{name}` ends at byte {position:,} of {data_bytes:,}; the file is truncated"
+                f"{where}: tensor `{name}` ends at byte {position:,} of {data_bytes:,}; the file is truncated"
             )
         yield name, info
     if position != data_bytes:
-        raise CheckpointError(f"{path}: {data_bytes - position:,} bytes belong to no tensor; the file is corrupted")
+        raise CheckpointError(f"{where}: {data_bytes - position:,} bytes belong to no tensor; the file is corrupted")
 
 
 def _problem(entry: object) -> str | None:
