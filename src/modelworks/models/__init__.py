@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     from modelworks.models.families import from_hugging_face as from_hugging_face
     from modelworks.models.families import name_map as name_map
     from modelworks.models.families import to_hugging_face as to_hugging_face
-    from modelworks.models.families import whole_from as whole_from
     from modelworks.models.generation import generate as generate
     from modelworks.models.initialization import initial_values as initial_values
     from modelworks.models.initialization import initialize as initialize
     from modelworks.models.initialization import initialize_slice as initialize_slice
     from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE as LONGEST_BLOCKWISE
+    from modelworks.models.operators import operator as operator
     from modelworks.models.recompute import activation_bytes as activation_bytes
     from modelworks.models.routing import Routing as Routing
     from modelworks.models.sampling import Sampling as Sampling
+    from modelworks.models.streamed import streamed_logits as streamed_logits
     from modelworks.models.transformer import Part as Part
     from modelworks.models.transformer import Transformer as Transformer
 
@@ -63,11 +64,12 @@ _HOME = {
     "initialize_slice": "initialization",
     "load_routing_state": "balancing",
     "name_map": "families",
+    "operator": "operators",
     "routed_layers": "balancing",
     "routing_state": "balancing",
+    "streamed_logits": "streamed",
     "to_hugging_face": "families",
     "update_router_bias": "balancing",
-    "whole_from": "families",
 }
 
 __all__ = sorted(_HOME)

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from modelworks.models import operator
+
 SCORES = 1 << 22  # elements of a tile's scores: 16 MB in float32
 LONGEST_TILE = 128  # queries; a causal part in b tiles costs (b + 1) / 2b of the full one
 
@@ -33,7 +35,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 # Operators of their own: selective recomputation must see one call, not products whose results it would keep.
-@torch.library.custom_op("modelworks::partial_attention", mutates_args=())
+@operator("modelworks::partial_attention")
 def partial_attention(
     q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, visible_BTS: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -54,7 +56,7 @@ def partial_attention(
     return out_BTHK, lse_BTH
 
 
-@torch.library.custom_op("modelworks::partial_attention_gradients", mutates_args=())
+@operator("modelworks::partial_attention_gradients")
 def partial_attention_gradients(
     gradient_BTHK: Tensor,
     q_BTHK: Tensor,

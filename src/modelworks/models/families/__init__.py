@@ -12,7 +12,6 @@ from modelworks.config import ModelConfig, UserError, nearest
 from modelworks.models.families import gpt2, llama
 from modelworks.models.families.names import NameEntry as NameEntry
 from modelworks.models.families.names import entries_by_name as entries_by_name
-from modelworks.models.families.names import whole_from as whole_from
 from modelworks.models.families.published import PublishedConfig
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "from_hugging_face",
     "name_map",
     "to_hugging_face",
-    "whole_from",
 ]
 
 _FAMILY_OF = {gpt2.ARCHITECTURE: "gpt2"} | {name: family for family, name in llama.ARCHITECTURES.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ class NameEntry:
 
     theirs: their name. ours: our names; several are concatenated along `dimension`, in this order.
     transposed: theirs is stored (in, out), as GPT-2's Conv1D does; ours is (out, in).
-    expert: theirs is this expert's matrix alone, ours holds those of all experts; `whole_from` puts them together.
+    expert: theirs is this expert's matrix alone, ours holds those of all experts, one after the other.
     """
 
     theirs: str
@@ -68,8 +68,3 @@ def entries_by_name(entries: Iterable[NameEntry]) -> dict[str, list[NameEntry]]:
         for name in entry.ours:
             found.setdefault(name, []).append(entry)
     return found
-
-
-def whole_from(entries: Sequence[NameEntry], parts: Sequence[Tensor]) -> Tensor:
-    """Our tensor from what each of its entries gave for it, in their order."""
-    return parts[0] if entries[0].expert is None else torch.stack(tuple(parts))

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelworks.models.operators import operator
+
 LONGEST_BLOCKWISE = 512  # tokens
 BLOCK = 64  # queries; fewer waste less above the diagonal, more make larger products
 
@@ -33,7 +35,7 @@ def blockwise_attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Te
 
 
 # Operators of their own, so that torch.compile and the prediction of memory see one call and not its blocks.
-@torch.library.custom_op("modelworks::blockwise_attention", mutates_args=())
+@operator("modelworks::blockwise_attention")
 def _forward(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     """The attended values, and each block's weights, (B G, queries R, keys)."""
     rows, _, n_groups, head_dim = k_BTGK.shape
@@ -51,7 +53,7 @@ def _forward(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None
     return _by_head(out, q_BTHK), kept
 
 
-@_forward.register_fake
+@torch.library.register_fake("modelworks::blockwise_attention")
 def _(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     rows, _, n_heads, _ = q_BTHK.shape
     n_groups = k_BTGK.shape[2]
@@ -61,7 +63,7 @@ def _(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None) -> tu
     return q_BTHK.new_empty(q_BTHK.shape), [q_BTHK.new_empty(shape) for shape in shapes]
 
 
-@torch.library.custom_op("modelworks::blockwise_attention_backward", mutates_args=())
+@operator("modelworks::blockwise_attention_backward")
 def _backward(
     gradient_BTHK: Tensor, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, kept: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +91,7 @@ def _backward(
     )
 
 
-@_backward.register_fake
+@torch.library.register_fake("modelworks::blockwise_attention_backward")
 def _(
     gradient_BTHK: Tensor, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, kept: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +107,7 @@ def _gradients(ctx: Any, gradient_BTHK: Tensor, _: Any) -> tuple[Tensor | None, 
     return (*_backward(gradient_BTHK, q_BTHK, k_BTGK, v_BTGK, kept), None)
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+torch.library.register_autograd("modelworks::blockwise_attention", _gradients, setup_context=_keep)
 
 
 def _blocks(q_BTHK: Tensor, n_groups: int) -> list[tuple[int, int, slice]]:

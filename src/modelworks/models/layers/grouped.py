@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from modelworks.models.layers.deferred import DeferredWeights, accumulate, can_defer
+from modelworks.models.operators import operator
 
 
 def grouped_linear(
@@ -74,7 +75,7 @@ class _DeferredGroupedLinear(torch.autograd.Function):
         return grouped_mm(gradient, weight.transpose(1, 2), counts), None, None, None, None
 
 
-@torch.library.custom_op("modelworks::grouped_mm", mutates_args=())
+@operator("modelworks::grouped_mm")
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """(N, a), (E, b, a), (E,) -> (N, b): each group of rows times its matrix, transposed."""
     out = rows.new_empty(rows.shape[0], weight.shape[1])
@@ -87,7 +88,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("modelworks::grouped_outer", mutates_args=())
+@operator("modelworks::grouped_outer")
 def grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     """(N, a), (N, b), (E,) -> (E, a, b): the sum over each group's rows of their outer products."""
     out = left.new_empty(counts.shape[0], left.shape[1], right.shape[1])
@@ -99,12 +100,12 @@ def grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-@grouped_mm.register_fake
+@torch.library.register_fake("modelworks::grouped_mm")
 def _(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
-@grouped_outer.register_fake
+@torch.library.register_fake("modelworks::grouped_outer")
 def _(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     return left.new_empty(counts.shape[0], left.shape[1], right.shape[1])
 

@@ -18,9 +18,13 @@ from modelworks.models.layers.deferred import DeferredWeights, can_defer, deferr
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. weight: (d_out, d_in); bias: (d_out,) or absent. deferred: see `defer_weights`."""
+    """y = x W^T + b. weight: (d_out, d_in); bias: (d_out,) or absent. deferred: see `defer_weights`.
+
+    apart: its weight comes when it is called, so that it cannot be joined with others'.
+    """
 
     deferred: DeferredWeights | None = None
+    apart = False
 
     def __init__(self, d_in: int, d_out: int, bias: bool) -> None:
         super().__init__()
@@ -33,6 +37,8 @@ class Linear(nn.Module):
 
 def packed_linear(x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
     """`tuple(layer(x) for layer in layers)` by one product. x: (..., d_in). All have a bias, or none has."""
+    if layers[0].apart:
+        return tuple(layer(x) for layer in layers)
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = _joined(biases) if biases else None
