@@ -13,7 +13,14 @@ import argparse
 import subprocess
 import sys
 
-MINUTES = {"loader": 1, "loss_memory": 4, "parallel": 9, "residual_depth": 6, "train_throughput": 12}
+MINUTES = {
+    "loader": 1,
+    "loss_memory": 4,
+    "parallel": 14,
+    "residual_depth": 6,
+    "train_throughput": 12,
+    "verify_random": 4,
+}
 LONG = {"arc_easy_parity": 20}
 
 
