@@ -1,226 +1,236 @@
-"""A writer killed at any moment, and a full disk: the last complete checkpoint is always found and intact."""
+"""Ranks killed at any step of a save: the newest complete checkpoint is found and sound, and nothing complete is lost.
+
+Each case forks the ranks from this process, which has everything imported, and kills one of them, or all, when a thread
+of one reaches a point between two steps. The ranks use the real `Saver`; only their group is of pipes. A killed process
+loses no page cache, so durability plays no part here and syncing would take most of the time.
+"""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import resource
+import random
+import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import fsspec
 import pytest
 import torch
+from saving_jobs import identity, saved_step, shards_of
+from torch import Tensor
 
-from modelworks.checkpoint import clean_leftovers, explain, latest_checkpoint, open_checkpoint, retain, write_checkpoint
-from modelworks.config import ModelConfig, RunConfig
+from modelworks.checkpoint import Retention, Saver
+from modelworks.checkpoint.faults import at_each_point
+from modelworks.checkpoint.names import step_name, step_number
+from modelworks.checkpoint.retention import complete_checkpoints
+from modelworks.checkpoint.storage import Storage, open_storage
+from modelworks.checkpoint.url_storage import UrlStorage
+from modelworks.layout import Layout
+from modelworks.parallel import single_process
 
-CONFIG = RunConfig(model=ModelConfig(n_layers=1, d_model=8, n_heads=2, vocab_size=8192, d_ff=16))
-# Every system call of the sequence that changes the disk.
-CALLS = ("mkdir", "write", "fsync", "rename", "replace", "unlink", "rmdir")
-
-
-def write(directory: Path, step: int, value: float) -> None:
-    tokenizer = directory.parent / "tokenizer.json"
-    tokenizer.write_text("{}")
-    sections = {"model": {"w": torch.full((64,), value), "b": torch.ones(3)}, "optimizer": {"w/m": torch.ones(9)}}
-    write_checkpoint(
-        directory,
-        step=step,
-        config=CONFIG,
-        sections=sections,
-        state={"loader": step},
-        tokenizer=tokenizer,
-        metrics={"val_loss": value},
-        max_shard_bytes=100,
-    )
+RANKS = 2
+LAYOUT = Layout(dp_replicate=RANKS)
+ENDED_WITHOUT_THE_OTHER = 3
+CPU = torch.device("cpu")
 
 
-def value_of(path: Path) -> float:
-    checkpoint = open_checkpoint(path)
-    checkpoint.verify()
-    return float(dict(checkpoint.tensors("model"))["w"][0])
+class PipeGroup:
+    """The ranks' group: every rank sends to the first, which answers all. One that is gone ends the others."""
 
+    def __init__(self, links: list[Connection], rank: int) -> None:
+        self.size, self._links, self._rank = RANKS, links, rank
 
-def killed_at(call_number: int, work: Callable[[], None]) -> bool:
-    """Run `work` in a child that dies *before* its n-th call that changes the disk; whether it was killed."""
-    child = os.fork()
-    if child == 0:
-        count = 0
-
-        def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **keywords: Any) -> Any:
-                nonlocal count
-                count += 1
-                if count == call_number:
-                    os._exit(99)
-                return original(*arguments, **keywords)
-
-            return call
-
+    def gather_objects(self, value: Any) -> list[Any]:
         try:
-            for name in CALLS:
-                setattr(os, name, counted(getattr(os, name)))
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 99), "the child failed otherwise"
-    return status == 99
+            if self._rank:
+                self._links[0].send(value)
+                return list(self._links[0].recv())
+            values = [value, *(link.recv() for link in self._links)]
+            for link in self._links:
+                link.send(values)
+            return values
+        except (EOFError, OSError):
+            os._exit(ENDED_WITHOUT_THE_OTHER)
+
+    def all_reduce_(self, x: Tensor, how: str) -> Tensor:
+        assert how == "max"
+        return torch.stack([torch.tensor(values) for values in self.gather_objects(x.tolist())]).amax(0)
 
 
-@pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed process loses no page cache: durability plays no part here, and syncing would take most of the time."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+@dataclass
+class ForkedMesh:
+    rank: int
+    world: PipeGroup
+    layout: Layout = LAYOUT
+    device: torch.device = CPU
+
+    def group(self, name: str) -> PipeGroup:
+        return self.world
 
 
-@pytest.mark.usefixtures("no_waiting")
-@pytest.mark.parametrize("step", [2, 1], ids=["new step", "replacing the same step"])
-def test_killed_between_any_two_steps(tmp_path: Path, step: int) -> None:
-    call_number, outcomes = 0, []
-    while True:
-        call_number += 1
-        directory = tmp_path / f"{call_number}" / "checkpoints"
-        directory.mkdir(parents=True)
-        write(directory, 1, 1.0)
-        killed = killed_at(call_number, lambda directory=directory: write(directory, step, 2.0))
-        found = latest_checkpoint(directory)
-        assert found is not None
-        outcomes.append(value_of(found))
-        for path in directory.glob("step-*"):
-            assert explain(path) == [], "a visible checkpoint is complete"
-        for path in directory.glob(".tmp-step-*"):
-            assert explain(path), "an unfinished one says what it lacks"
-        # The next writer sweeps up and goes on.
-        write(directory, 3, 3.0)
-        assert value_of(directory / "step-00000003") == 3.0
-        assert (directory / "latest").read_text() == "step-00000003\n"
-        assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == []
-        if not killed:
-            break
-    assert call_number > 20
-    assert outcomes == sorted(outcomes)
-    assert set(outcomes) == {1.0, 2.0}
+@dataclass(frozen=True)
+class Case:
+    """kind: of storage. step: what is saved where 1 and 2 are complete. Killed when `rank` reaches its point number
+    `at`; never where that is negative. values: of which step the tensors are, where not of `step`."""
+
+    kind: str
+    step: int
+    rank: int
+    at: int
+    kills_all: bool = False
+    background: bool = True
+    values: int | None = None
 
 
-@pytest.mark.usefixtures("no_waiting")
-def test_killed_while_retaining(tmp_path: Path) -> None:
-    call_number = 0
-    while True:
-        call_number += 1
-        directory = tmp_path / f"{call_number}" / "checkpoints"
-        directory.mkdir(parents=True)
-        for step in (1, 2, 3):
-            write(directory, step, float(step))
-        killed = killed_at(call_number, lambda directory=directory: retain(directory, keep_last=1))
-        for path in directory.glob("step-*"):
-            assert explain(path) == []
-        found = latest_checkpoint(directory)
-        assert found is not None
-        assert value_of(found) == 3.0
-        retain(directory, keep_last=1)
-        clean_leftovers(directory)
-        assert sorted(path.name for path in directory.iterdir()) == ["latest", "step-00000003"]
-        if not killed:
-            break
-    assert call_number > 5
+def storage_at(kind: str, directory: Path) -> Storage:
+    if kind == "disk":
+        return open_storage(directory)
+    return UrlStorage(fsspec.filesystem("file"), str(directory), str(directory))
 
 
-def test_everything_is_durable_before_it_becomes_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Order of fsync and rename: a power cut cannot leave a visible checkpoint whose bytes were lost."""
-    events: list[tuple[str, str]] = []
-    fsync, rename, replace = os.fsync, os.rename, os.replace
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (events.append(("sync", os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd))
-    )
-    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(("rename", str(b))), rename(a, b)))
-    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("replace", str(b))), replace(a, b)))
-    directory = tmp_path / "checkpoints"
-    write(directory, 1, 1.0)
-    renamed = events.index(("rename", str(directory / "step-00000001")))
-    synced = {Path(path).relative_to(directory).parts[1:] for kind, path in events[:renamed] if kind == "sync"}
-    files = {p.relative_to(directory).parts[1:] for p in (directory / "step-00000001").rglob("*")}
-    assert synced == files | {()}  # every file, the tokeniser's directory and the directory itself
-    before_manifest = [path for kind, path in events[:renamed] if kind == "sync"]
-    assert before_manifest[-2].endswith("manifest.json")
-    assert events[renamed + 1] == ("sync", str(directory))
-    assert [kind for kind, _ in events[renamed + 2 :]] == ["sync", "replace", "sync"]
+def save(mesh: Any, storage: Storage, step: int, values: int | None = None, background: bool = True) -> None:
+    values = step if values is None else values
+    saver = Saver(mesh, storage, background=background, retention=Retention(storage, keep_last=2))
+    saver.begin(step, shards_of(mesh, values), identity(values))
+    outcome = saver.wait()
+    assert outcome is not None
+    assert (outcome.error, outcome.warning) == (None, None)
 
 
-def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    write(directory, 1, 1.0)
-    size = 300  # bytes: less than the first tensor file takes
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+def run(directory: Path, case: Case) -> tuple[list[int], list[list[str]]]:
+    """Save on forked ranks, killing as the case says. Exit codes, and, where nobody is killed, points reached."""
+    pipes = [Pipe() for _ in range(RANKS - 1)]
+    may_start, starts = os.pipe()
+    reports = [directory.with_name(f"{directory.name}-points-{rank}") for rank in range(RANKS)]
+    children: list[int] = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if child == 0:
+            links = [own for own, _ in pipes] if rank == 0 else [pipes[rank - 1][1]]
+            for link in (end for pair in pipes for end in pair):
+                if link not in links:
+                    link.close()
+            os.close(starts)
+            _be_a_rank(ForkedMesh(rank, PipeGroup(links, rank)), directory, case, may_start, reports[rank])
+        children.append(child)
+        os.setpgid(child, children[0])
+    for end in (end for pair in pipes for end in pair):
+        end.close()
+    os.close(may_start)
+    os.write(starts, b"x" * RANKS)
+    os.close(starts)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return codes, [path.read_text().split("\n")[:-1] if path.exists() else [] for path in reports]
+
+
+def _be_a_rank(mesh: ForkedMesh, directory: Path, case: Case, may_start: int, report: Path) -> None:
     try:
-        with pytest.raises(OSError):
-            write(directory, 2, 2.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert sorted(path.name for path in directory.iterdir()) == ["latest", "step-00000001"]
-    assert latest_checkpoint(directory) == directory / "step-00000001"
-
-
-@pytest.mark.parametrize("step", [2, 1])
-def test_a_disk_that_fills_at_any_write(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, fail_at = os.write, 0
-    while True:
-        fail_at += 1
+        signal.alarm(60)  # one that hangs fails the test
+        os.read(may_start, 1)
         count = 0
 
-        def failing(descriptor: int, data: Any, fail_at: int = fail_at) -> int:
+        def kill(point: str) -> None:
             nonlocal count
+            if case.at < 0:
+                with report.open("a") as file:
+                    file.write(f"{point}\n")
+            elif mesh.rank == case.rank and count == case.at:
+                os.killpg(0, signal.SIGKILL) if case.kills_all else os.kill(os.getpid(), signal.SIGKILL)
             count += 1
-            if count >= fail_at:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return original(descriptor, data)
 
-        directory = tmp_path / f"{fail_at}" / "checkpoints"
-        directory.mkdir(parents=True)
-        write(directory, 1, 1.0)
-        monkeypatch.setattr(os, "write", failing)
-        try:
-            write(directory, step, 2.0)
-            break
-        except OSError:
-            pass  # it propagates; what it leaves is checked below
-        finally:
-            monkeypatch.setattr(os, "write", original)
-        assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == []
-        found = latest_checkpoint(directory)
-        assert found is not None
-        assert value_of(found) in (1.0, 2.0)
-    assert fail_at > 8
+        with at_each_point(kill), no_waiting():
+            save(mesh, storage_at(case.kind, directory), case.step, case.values, case.background)
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
 
 
-def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
-    living, dead = tmp_path / ".tmp-step-00000001-aa", tmp_path / ".tmp-step-00000002-bb"
-    living.mkdir()
-    dead.mkdir()
-    descriptor = os.open(living, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    clean_leftovers(tmp_path)
-    assert living.exists()
-    assert not dead.exists()
-    os.close(descriptor)
-    clean_leftovers(tmp_path)
-    assert not living.exists()
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    with patch.object(os, "fsync", lambda descriptor: None):
+        yield
 
 
-def test_explain_names_what_is_missing(tmp_path: Path) -> None:
-    write(tmp_path / "checkpoints", 1, 1.0)
-    path = tmp_path / "checkpoints" / "step-00000001"
-    (path / "optimizer.safetensors").unlink()
-    assert "optimizer.safetensors: missing" in explain(path)[0]
-    (path / "manifest.json").unlink()
-    lacks = " | ".join(explain(path))
-    assert "manifest.json is missing" in lacks
-    assert "present: manifest.crc32, model-00001-of-00002.safetensors" in lacks
-    assert explain(tmp_path / "absent") == [f"{tmp_path / 'absent'} does not exist"]
+OLDER = 20  # of which step the values are that checkpoint 2 has at first
+
+
+@cache
+def _template(kind: str, at: Path) -> Path:
+    """Checkpoints of steps 1 and 2."""
+    directory = at / f"template-{kind}" / "checkpoints"
+    directory.mkdir(parents=True)
+    for step, values in ((1, 1), (2, OLDER)):
+        codes, _ = run(directory, Case(kind, step, 0, -1, values=values))
+        assert codes == [0] * RANKS
+    return directory
+
+
+SCENES = [("disk", 3), ("disk", 2), ("url", 3), ("url", 2)]
+
+
+def cases(at: Path) -> Iterator[Case]:
+    """Each point of each rank in each scene (of one reached many times, the first and the last), the rest drawn."""
+    draws = random.Random(0)
+    for kind, step in SCENES:
+        directory = at / f"dry-{kind}-{step}" / "checkpoints"
+        shutil.copytree(_template(kind, at), directory)
+        codes, points = run(directory, Case(kind, step, 0, -1))
+        assert codes == [0] * RANKS
+        for rank, names in enumerate(points):
+            for index, name in enumerate(names):
+                if name not in names[:index] or name not in names[index + 1 :]:
+                    yield Case(kind, step, rank, index, draws.random() < 0.5, draws.random() < 0.5)
+
+
+@pytest.mark.slow
+def test_killed_between_any_two_steps(tmp_path: Path) -> None:
+    n_cases, ends = 0, set()
+    for case in cases(tmp_path):
+        directory = tmp_path / f"case-{n_cases}" / "checkpoints"
+        shutil.copytree(_template(case.kind, tmp_path), directory)
+        codes, _ = run(directory, case)
+        assert -signal.SIGKILL in codes, (case, codes)
+        assert set(codes) <= {-signal.SIGKILL, ENDED_WITHOUT_THE_OTHER, 0}, (case, codes)
+        storage = storage_at(case.kind, directory)
+        ends.add((case.kind, case.step, _new_one_is_complete(case, storage)))
+        with no_waiting():
+            save(single_process(CPU), storage, 4)  # one process: what goes on need not have the layout of what ended
+        assert saved_step(storage, step_name(4)) == 4, case
+        _drop_empty_folders(directory)
+        assert set(complete_checkpoints(storage)) == set(storage.checkpoints()), case
+        assert sorted(path.name for path in directory.iterdir()) == ["latest", *storage.checkpoints()], case
+        assert (directory / "latest").read_text() == f"{step_name(4)}\n"
+        shutil.rmtree(directory.parent)
+        n_cases += 1
+    assert n_cases >= 100
+    assert ends == {
+        (*scene, complete) for scene in SCENES for complete in (False, True)
+    }  # killed early and late
+
+
+def _new_one_is_complete(case: Case, storage: Storage) -> bool:
+    """Checks that what looks complete after a kill is sound, and that nothing is gone which was complete before."""
+    found = {step_number(name): saved_step(storage, name) for name in complete_checkpoints(storage)}
+    is_complete = found.get(case.step) == case.step
+    if case.step == 2:
+        assert found == {1: 1, 2: 2 if is_complete else OLDER}, case
+    elif is_complete:
+        assert found in ({1: 1, 2: OLDER, 3: 3}, {2: OLDER, 3: 3}), case  # two are kept
+    else:
+        assert found == {1: 1, 2: OLDER}, case
+    return is_complete
+
+
+def _drop_empty_folders(directory: Path) -> None:
+    """In object storage there are none."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()

@@ -195,7 +195,7 @@ class Saver:
             try:
                 folder = commit(self._storage, flight.attempt, flight.step, flight.identity, self._world.size)
             except Exception as failure:
-                error = _words(failure)
+                error = _first_error([_words(failure), *[None] * (self._world.size - 1)])
         if error is not None:
             reached("before the attempt is removed")
             self._storage.abort(flight.attempt)
