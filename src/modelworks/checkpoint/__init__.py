@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.loading import LoadedModel as LoadedModel
     from modelworks.checkpoint.loading import load_model as load_model
     from modelworks.checkpoint.loading import open_model as open_model
+    from modelworks.checkpoint.locate import configured_storage as configured_storage
     from modelworks.checkpoint.manifest import MANIFEST as MANIFEST
     from modelworks.checkpoint.owners import Owners as Owners
     from modelworks.checkpoint.owners import Shard as Shard
@@ -80,6 +81,7 @@ _OFFERS = {
     "best_interval": "interval",
     "check_shapes": "read",
     "complete_checkpoints": "retention",
+    "configured_storage": "locate",
     "convert": "conversion",
     "describe_model": "import_sources",
     "describe_seconds": "interval",

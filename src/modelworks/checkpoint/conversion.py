@@ -1,4 +1,7 @@
-"""Converting a model between our checkpoint and a Hugging Face directory, and from GGUF.
+"""Converting a model between our checkpoint and a Hugging Face directory, and from GGUF, DeepSpeed and Megatron-Core.
+
+The idea: tensors stream through one at a time, and so does the check: the same few tokens go through source and result
+layer by layer. The model is never whole in memory.
 
 The invariant: a conversion finishes only after the result was read back and gave the same logits as the source; it
 is written under a temporary name and renamed, so a failed one leaves nothing at the destination.
@@ -12,7 +15,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,15 +28,17 @@ from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.formats.hugging_face import export_hugging_face, open_hugging_face
 from modelworks.checkpoint.formats.safetensors_files import volume_bytes
 from modelworks.checkpoint.formats.source import ModelSource
+from modelworks.checkpoint.import_sources import open_source
 from modelworks.checkpoint.lazy_tensor import LazyTensor
-from modelworks.checkpoint.loading import build_model, open_model
+from modelworks.checkpoint.loading import open_model
+from modelworks.checkpoint.local_storage import in_use
 from modelworks.checkpoint.locate import Notify
 from modelworks.checkpoint.manifest import MANIFEST
 from modelworks.checkpoint.names import TEMPORARY
-from modelworks.checkpoint.retention import in_use
-from modelworks.checkpoint.write import MAX_SHARD_BYTES, write_model
+from modelworks.checkpoint.part import MAX_SHARD_BYTES
+from modelworks.checkpoint.write import write_model
 from modelworks.config import ModelConfig
-from modelworks.models import CausalContext
+from modelworks.models import streamed_logits
 
 Target = Literal["hf", "modelworks"]
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
@@ -43,7 +48,8 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done. bytes: of weights. max_difference: largest difference of a logit, result against source."""
+    """What was done. tensors, bytes: of weights, and of optimiser state where there is any. max_difference: largest
+    difference of a logit, result against source. remarks: what a user should know about the source."""
 
     source: str
     path: Path
@@ -51,6 +57,7 @@ class Conversion:
     tensors: int
     bytes: int
     max_difference: float
+    remarks: tuple[str, ...] = ()
 
 
 def convert(
@@ -58,24 +65,28 @@ def convert(
     dst: str | Path,
     to: Target,
     *,
+    model: str | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: Progress | None = None,
     notify: Notify | None = None,
 ) -> Conversion:
-    """Convert the model `src` (whatever `load_model` takes) and check the result before it appears at `dst`.
+    """Convert the model `src` (whatever `open_source` takes) and check the result before it appears at `dst`.
 
     to: `hf`, a Hugging Face directory, or `modelworks`, a checkpoint directory that `load_model`, `init_from` and
-    `convert` take. dtype: cast floating-point weights; None keeps each as it is. Raises CheckpointError.
+    `convert` take. model: describes it where `src` does not; see `open_source`. dtype: cast floating-point weights;
+    None keeps each as it is. Raises CheckpointError.
     """
     destination = Path(dst).expanduser()
     _check_destination(destination, overwrite)
-    source = open_model(src, notify=notify)
+    source = open_source(src, model, notify=notify)
     if dtype is not None:
         source = replace(source, tensors={name: _cast(tensor, dtype) for name, tensor in source.tensors.items()})
-    total = sum(volume_bytes(tensor.shape, tensor.dtype) for tensor in source.tensors.values())
-    counted = source if progress is None else replace(source, tensors=_counting(source.tensors, total, progress))
+    written_too = source.optimizer if to == "modelworks" else {}
+    everything = [*source.tensors.values(), *written_too.values()]
+    total = sum(volume_bytes(tensor.shape, tensor.dtype) for tensor in everything)
+    counted = source if progress is None else _counting(source, total, progress)
     with _workplace(destination) as workplace:
         written = workplace / destination.name
         if to == "hf":
@@ -86,7 +97,7 @@ def convert(
         if destination.exists():
             shutil.rmtree(destination)
         os.rename(written, destination)
-    return Conversion(source.origin, destination, to, len(source.tensors), total, difference)
+    return Conversion(source.origin, destination, to, len(everything), total, difference, source.remarks)
 
 
 @contextmanager
@@ -119,6 +130,9 @@ def _write_own(source: ModelSource, path: Path, max_shard_bytes: int) -> None:
             config=source.config,
             tensors=source.tensors,
             biases=source.biases,
+            optimizer=source.optimizer,
+            updates=source.updates,
+            step=source.step,
             tokenizer=tokenizer,
             origin=source.origin,
             max_shard_bytes=max_shard_bytes,
@@ -152,13 +166,11 @@ def _plain(config: ModelConfig) -> ModelConfig:
 
 
 def _logits(source: ModelSource) -> Tensor:
-    """Logits of a fixed sequence, (length, vocab_size), from a float32 model that is freed on return."""
-    model = build_model(source)
+    """Logits of a fixed sequence, (length, vocab_size), in float32; one weight in memory at a time."""
     length = min(16, source.config.max_seq_len)
-    spread = torch.linspace(0, source.config.vocab_size - 1, length).long()
-    with torch.inference_mode():
-        hidden = model(spread[None], torch.arange(length)[None], CausalContext())
-        return model.logits(hidden)[0].float()
+    tokens = torch.linspace(0, source.config.vocab_size - 1, length).long()
+    biases = {name: bias.load() for name, bias in source.biases.items()}
+    return streamed_logits(source.config, lambda name: source.tensors[name].load(), tokens[None], biases)[0]
 
 
 def _check_destination(path: Path, overwrite: bool) -> None:
@@ -178,7 +190,8 @@ def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     return LazyTensor(dtype, tensor.shape, lambda: tensor.load().to(dtype))
 
 
-def _counting(tensors: Mapping[str, LazyTensor], total: int, progress: Progress) -> dict[str, LazyTensor]:
+def _counting(source: ModelSource, total: int, progress: Progress) -> ModelSource:
+    """The same, telling `progress` about each tensor that is read."""
     done = 0
 
     def counted(tensor: LazyTensor) -> LazyTensor:
@@ -191,4 +204,7 @@ def _counting(tensors: Mapping[str, LazyTensor], total: int, progress: Progress)
 
         return LazyTensor(tensor.dtype, tensor.shape, load)
 
-    return {name: counted(tensor) for name, tensor in tensors.items()}
+    tensors, optimizer = (
+        {name: counted(tensor) for name, tensor in values.items()} for values in (source.tensors, source.optimizer)
+    )
+    return replace(source, tensors=tensors, optimizer=optimizer)

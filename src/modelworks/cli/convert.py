@@ -15,15 +15,20 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TARGETS = ("hf", "modelworks")
 
 
+DtypeName = Annotated[
+    str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; without it weights stay as they are.")
+]
+MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Size of one weight file.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a model that lies at DST.")]
+
+
 def command(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A run, checkpoint, Hugging Face directory or GGUF file.")],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="The directory to write.")],
     to: Annotated[str, typer.Option("--to", help="hf (a Hugging Face directory) or modelworks (a checkpoint).")],
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; without it weights stay as they are.")
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Size of one weight file.")] = "4GiB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that lies at DST.")] = False,
+    dtype: DtypeName = None,
+    max_shard_size: MaxShardSize = "4GiB",
+    overwrite: Overwrite = False,
     json: JsonFlag = False,
 ) -> None:
     """Convert a model between our checkpoint and Hugging Face's directory, both ways, and from GGUF.
@@ -36,6 +41,20 @@ def command(
     """
     if to not in TARGETS:
         raise UserError(f"--to: got {to!r}, expected hf or modelworks{_hint(to, TARGETS)}")
+    run_conversion(src, dst, to, None, dtype, max_shard_size, overwrite, json)
+
+
+def run_conversion(
+    src: str,
+    dst: Path,
+    to: str,
+    model: str | None,
+    dtype: str | None,
+    max_shard_size: str,
+    overwrite: bool,
+    json: bool,
+) -> None:
+    """What `convert`, `checkpoint export` and `checkpoint import` do; the arguments are those of the command line."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype: got {dtype!r}, expected fp32, bf16 or fp16{_hint(dtype, DTYPES)}")
     try:
@@ -56,6 +75,7 @@ def command(
                 src,
                 dst,
                 to,  # type: ignore[arg-type]  # checked above
+                model=model,
                 dtype=getattr(torch, DTYPES[dtype]) if dtype else None,
                 max_shard_bytes=max_shard_bytes,
                 overwrite=overwrite,
@@ -65,6 +85,8 @@ def command(
         raise UserError(f"{dst}: cannot be written ({error.strerror or error})") from None
     seconds = time.monotonic() - started
     output.print(f"{done.source} -> {done.path}")
+    for remark in done.remarks:
+        output.print(remark)
     output.print(
         f"{done.tensors} tensors, {format_bytes(done.bytes)}; "
         f"logits read back: largest difference {done.max_difference:.1e}; {seconds:.1f} s"
@@ -77,6 +99,7 @@ def command(
             "tensors": done.tensors,
             "bytes": done.bytes,
             "max_difference": done.max_difference,
+            "remarks": list(done.remarks),
             "seconds": round(seconds, 3),
         }
     )

@@ -37,6 +37,7 @@ COMMANDS = {
     "runs": "List, show and compare runs.",
     "generate": "Continue a prompt with a model.",
     "eval": "Measure a model on text or on question sets.",
+    "checkpoint": "List, verify and prune checkpoints; export and import models.",
     "convert": "Convert a model between formats.",
     "data": "Build and inspect tokenised data.",
     "doctor": "Say what this machine has and what will be chosen for it.",

@@ -37,7 +37,6 @@ from modelworks.models import (
     from_hugging_face,
     name_map,
     to_hugging_face,
-    whole_from,
 )
 
 HEAD = "lm_head.weight"
@@ -48,28 +47,43 @@ _SHOWN = 5
 
 def open_hugging_face(directory: Path) -> ModelSource:
     """The model of a directory, its tensors still on disk. Raises CheckpointError naming what does not fit."""
-    config = _read_config(directory)
+    config = read_config(directory)
     _refuse_pickles(directory)
-    stored = ShardedSafetensors(directory)
-    if config.n_layers > len(stored.names):  # or listing its tensors would never end
+    files = ShardedSafetensors(directory)
+    stored = {name: _stored(files, name) for name in files.names}
+    tensors = by_our_names(str(directory), "config.json", config, stored)
+    return ModelSource(config, tensors, load_tokenizer(directory), f"Hugging Face directory {directory}")
+
+
+def by_our_names(
+    where: str, described_by: str, config: ModelConfig, stored: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """Tensors under Hugging Face's names -> the parameters of `config`, each filled exactly once.
+
+    where, described_by: for messages, what holds the tensors and what gave the config. Raises CheckpointError naming
+    the tensors that do not fit.
+    """
+    if config.n_layers > len(stored):  # or listing its tensors would never end
         raise CheckpointError(
-            f"{directory}: config.json claims {config.n_layers:,} layers, the files hold {len(stored.names):,} tensors"
+            f"{where}: {described_by} claims {config.n_layers:,} layers, the files hold {len(stored):,} tensors"
         )
     # All experts of a layer in one tensor, or each one's matrices apart, as most files have them.
-    stacked = any(name.endswith(".experts.gate_up_proj") for name in stored.names)
-    if not stacked and config.n_experts > len(stored.names):
+    stacked = any(name.endswith(".experts.gate_up_proj") for name in stored)
+    if not stacked and config.n_experts > len(stored):
         raise CheckpointError(
-            f"{directory}: config.json claims {config.n_experts:,} experts, the files hold {len(stored.names):,} "
-            "tensors"
+            f"{where}: {described_by} claims {config.n_experts:,} experts, the files hold {len(stored):,} tensors"
         )
     entries = name_map(config, stacked_experts=stacked)
-    place = _match(directory, config, stored, entries)
-    _check_tied_head(directory, config, stored, place)
+    place = _match(where, described_by, config, stored, entries)
+    _check_tied_head(where, described_by, config, stored, place)
     shapes = parameter_shapes(config)
-    tensors = {name: _part(stored, place, filling, name, shapes) for name, filling in entries_by_name(entries).items()}
-    has_tokenizer = any(any(directory.glob(pattern)) for pattern in _TOKENIZERS)
-    tokenizer = Tokenizer.load(directory) if has_tokenizer else None
-    return ModelSource(config, tensors, tokenizer, f"Hugging Face directory {directory}")
+    return {name: _part(stored, place, filling, name, shapes) for name, filling in entries_by_name(entries).items()}
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokeniser whose files lie in the directory, if any do."""
+    found = any(any(directory.glob(pattern)) for pattern in _TOKENIZERS)
+    return Tokenizer.load(directory) if found else None
 
 
 def export_hugging_face(source: ModelSource, directory: Path, *, max_shard_bytes: int) -> None:
@@ -105,9 +119,10 @@ def export_hugging_face(source: ModelSource, directory: Path, *, max_shard_bytes
     _write_json(directory / "config.json", {**described, "dtype": dtype, **ids})
 
 
-def _read_config(directory: Path) -> ModelConfig:
+def read_config(directory: Path, name: str = "config.json") -> ModelConfig:
+    """The model that a directory's `config.json` describes. Raises CheckpointError for one that we do not compute."""
     try:
-        return from_hugging_face(read_json(directory / "config.json"))
+        return from_hugging_face(read_json(directory / name))
     except CheckpointError:
         raise
     except UserError as error:
@@ -115,9 +130,9 @@ def _read_config(directory: Path) -> ModelConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{directory}: config.json gives {key} = {first['input']!r}: {first['msg']}") from None
+        raise CheckpointError(f"{directory}: {name} gives {key} = {first['input']!r}: {first['msg']}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{directory}: config.json holds a value of the wrong kind ({error})") from None
+        raise CheckpointError(f"{directory}: {name} holds a value of the wrong kind ({error})") from None
 
 
 def _refuse_pickles(directory: Path) -> None:
@@ -133,14 +148,14 @@ def _refuse_pickles(directory: Path) -> None:
 
 
 def _match(
-    directory: Path, config: ModelConfig, stored: ShardedSafetensors, expected: Sequence[NameEntry]
+    where: str, described_by: str, config: ModelConfig, stored: Mapping[str, LazyTensor], expected: Sequence[NameEntry]
 ) -> dict[str, str]:
     """Their name as the map spells it -> the name in the file. Every one exactly once, of the right shape."""
     entries = {entry.theirs: entry for entry in expected}
     shapes = parameter_shapes(config)
     place: dict[str, str] = {}
     problems = []
-    for name in stored.names:
+    for name, tensor in stored.items():
         canonical = canonical_name(config, name)
         if canonical is None:
             continue
@@ -148,49 +163,64 @@ def _match(
             problems.append(f"`{name}` has no place in a model of family {config.family}")
         elif canonical in place:
             problems.append(f"`{name}` and `{place[canonical]}` are the same tensor")
-        elif stored.info(name).shape != (wanted := entries[canonical].their_shape(shapes)):
-            problems.append(f"`{name}` has shape {list(stored.info(name).shape)}, config.json implies {list(wanted)}")
+        elif tuple(tensor.shape) != (wanted := entries[canonical].their_shape(shapes)):
+            problems.append(f"`{name}` has shape {list(tensor.shape)}, {described_by} implies {list(wanted)}")
         place.setdefault(canonical, name)
     problems += [f"`{name}` is missing" for name in entries if name not in place]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        hint = "; if the head is tied, config.json needs `tie_word_embeddings: true`" if HEAD not in place else ""
+        key = "tie_word_embeddings" if described_by == "config.json" else "tie_embeddings"
+        hint = f"; if the head is tied, {described_by} needs `{key}: true`" if HEAD not in place else ""
         hint = "" if config.tie_embeddings else hint
         raise CheckpointError(
-            f"{directory}: the weights do not fit config.json: {'; '.join(problems[:_SHOWN])}{more}{hint}"
+            f"{where}: the weights do not fit {described_by}: {'; '.join(problems[:_SHOWN])}{more}{hint}"
         )
     return place
 
 
 def _check_tied_head(
-    directory: Path, config: ModelConfig, stored: ShardedSafetensors, place: Mapping[str, str]
+    where: str, described_by: str, config: ModelConfig, stored: Mapping[str, LazyTensor], place: Mapping[str, str]
 ) -> None:
     """A head stored although the config ties it must be the embedding; otherwise one of the two is wrong."""
-    if not config.tie_embeddings or HEAD not in stored.names:
+    if not config.tie_embeddings or HEAD not in stored:
         return
     embedding = next(entry.theirs for entry in name_map(config) if entry.ours == ("embedding.weight",))
-    head, tied = stored.info(HEAD), stored.info(place[embedding])
-    same = head.shape == tied.shape and bool((stored.read(HEAD) == stored.read(place[embedding])).all())
+    head, tied = stored[HEAD], stored[place[embedding]]
+    same = tuple(head.shape) == tuple(tied.shape) and bool((head.load() == tied.load()).all())
     if not same:
+        key = "tie_word_embeddings" if described_by == "config.json" else "tie_embeddings"
         raise CheckpointError(
-            f"{directory}: config.json ties the head to the embedding, but `{HEAD}` differs from `{place[embedding]}`; "
-            "set `tie_word_embeddings: false` there if the head is its own"
+            f"{where}: {described_by} ties the head to the embedding, but `{HEAD}` differs from `{place[embedding]}`; "
+            f"set `{key}: false` there if the head is its own"
         )
 
 
+def _stored(files: ShardedSafetensors, name: str) -> LazyTensor:
+    info = files.info(name)
+    return LazyTensor(info.dtype, info.shape, lambda: files.read(name))
+
+
 def _part(
-    stored: ShardedSafetensors,
+    stored: Mapping[str, LazyTensor],
     place: Mapping[str, str],
     entries: Sequence[NameEntry],
     name: str,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> LazyTensor:
-    """Our tensor `name`, from the entries that fill it."""
-    dtype = stored.info(place[entries[0].theirs]).dtype
+    """Our tensor `name`, from the entries that fill it: one, or one for each expert."""
+    first = entries[0]
+    dtype = stored[place[first.theirs]].dtype
+
+    def part(entry: NameEntry) -> torch.Tensor:
+        return entry.to_ours(stored[place[entry.theirs]].load(), shapes)[name].to(dtype)
 
     def load() -> torch.Tensor:
-        parts = [entry.to_ours(stored.read(place[entry.theirs]), shapes)[name].to(dtype) for entry in entries]
-        return whole_from(entries, parts)
+        if first.expert is None:
+            return part(first)
+        whole = torch.empty(shapes[name], dtype=dtype)
+        for expert, entry in enumerate(entries):
+            whole[expert] = part(entry)
+        return whole
 
     return LazyTensor(dtype, shapes[name], load)
 

@@ -23,6 +23,8 @@ class ModelSource:
     """tensors: full parameter name -> value, exactly the parameters of `config`. origin: for people, what it is.
 
     biases: of the routers of experts, `router_bias_shapes(config)`, which are no parameters.
+    optimizer: `<parameter>/<state>` -> state that was kept beside the weights, after `updates` updates of them.
+    step: optimiser steps done, where the format says so. remarks: what a user should know about what was read.
     """
 
     config: ModelConfig
@@ -30,6 +32,10 @@ class ModelSource:
     tokenizer: Tokenizer | None
     origin: str
     biases: Mapping[str, LazyTensor] = field(default_factory=dict)
+    optimizer: Mapping[str, LazyTensor] = field(default_factory=dict)
+    updates: int = 0
+    step: int = 0
+    remarks: tuple[str, ...] = ()
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
         """Copy into a model's parameters, strictly: raises CheckpointError naming tensors that do not match."""
