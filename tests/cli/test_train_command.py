@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from modelworks.checkpoint.faults import at_each_point
 from modelworks.cli.main import main
 from modelworks.config import dump_yaml
-from modelworks.train import loop, preparation, state
+from modelworks.train import loop, preparation
 
 
 @pytest.fixture
@@ -87,14 +88,13 @@ def test_a_signal_exits_with_75_and_says_how_to_go_on(
     assert line.endswith(f" train {config_file} 'train.duration=3 steps' --resume")
 
 
-def test_a_run_whose_last_save_failed_is_a_failure(
-    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> Path:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_run_whose_last_save_failed_is_a_failure(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(point: str) -> None:
+        if point == "before a shard file":
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(state, "write_checkpoint", full)
-    assert main(["train", str(config_file)]) == 1
+    with at_each_point(full):
+        assert main(["train", str(config_file)]) == 1
     assert "the last checkpoint could not be written" in capsys.readouterr().out
 
 

@@ -16,13 +16,15 @@ from unittest.mock import patch
 import torch
 
 from modelworks.checkpoint import open_checkpoint
+from modelworks.checkpoint.faults import at_each_point
 from modelworks.config import RunConfig, UserError, parse_run_config
 from modelworks.hardware import Machine, facts
 from modelworks.models import routing_state
 from modelworks.parallel import Mesh, RankLost
-from modelworks.train import TrainingFailed, derive, loop, state, train
+from modelworks.train import TrainingFailed, derive, loop, train
 from modelworks.train.experts import whole_model
 from modelworks.train.one_rank import on_rank_0
+from modelworks.train.reading import CarefulReader
 from modelworks.train.start import build_state
 
 MACHINE = Machine(facts(), "cpu", "", 1, {"fp32": 1e11, "bf16": 1e11, "fp16": 1e9}, 1e10, "", 0.0)
@@ -44,18 +46,17 @@ def stopped(mesh: Mesh, config: str, run_dir: str, step: int) -> dict[str, Any]:
         return run(mesh, config, run_dir)
 
 
-def on_a_full_disk(mesh: Mesh, config: str, run_dir: str, after: int) -> dict[str, Any]:
-    """Checkpoints of later steps than `after` cannot be written: half of the tensors are, then the disk is full."""
-    real = state.write_checkpoint
+def on_a_full_disk(mesh: Mesh, config: str, run_dir: str, saves: int) -> dict[str, Any]:
+    """After so many saves the disk of the last rank is full, in the middle of a file."""
+    files = 0
 
-    def write(directory: Path, *, step: int, sections: Any, **named: Any) -> Path:
-        if step <= after:
-            return real(directory, step=step, sections=sections, **named)
-        for tensor in list(sections["model"].values())[:3]:
-            tensor.load()
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def hook(point: str) -> None:
+        nonlocal files
+        files += point == "before a shard file"
+        if point == "between two tensors" and files > saves and mesh.rank == mesh.layout.world_size - 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    with patch.object(state, "write_checkpoint", write):
+    with at_each_point(hook):
         return run(mesh, config, run_dir)
 
 
@@ -106,9 +107,9 @@ def compiled(mesh: Mesh, config: str, run_dir: str) -> dict[str, Any]:
 def whole_biases(mesh: Mesh, config: str, run_dir: str, checkpoint: str) -> dict[str, list[float]] | None:
     """Biases of the routers in the model that samples are drawn from, where the ranks restored a checkpoint."""
     derived = derive(_read(config), MACHINE)
-    opened = open_checkpoint(Path(checkpoint))
-    found = build_state(derived, mesh, opened, scratch=Path(run_dir))
-    found.restore(opened)
+    reader = CarefulReader(open_checkpoint(Path(checkpoint)))
+    found = build_state(derived, mesh, reader, scratch=Path(run_dir))
+    found.restore(reader)
     model = whole_model(found.model)
     return None if model is None else {name: bias.tolist() for name, bias in routing_state(model).items()}
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from modelworks.checkpoint import best_checkpoint, latest_checkpoint, open_checkpoint, open_model
+from modelworks.checkpoint import best_checkpoint, latest_checkpoint, open_checkpoint, open_model, open_storage
+from modelworks.checkpoint.faults import at_each_point
 from modelworks.config import UserError, load_run_config, training_flops_per_token
 from modelworks.data import build_dataset
 from modelworks.records import Record, read_records
-from modelworks.train import TrainingFailed, hooks, job, loop, preparation, state, train
+from modelworks.train import TrainingFailed, hooks, job, loop, preparation, train
 from modelworks.train.recording import RunLog
 from modelworks.train.run_directory import clear, cut_records, locked
 
@@ -128,9 +129,8 @@ def test_the_best_checkpoint_is_kept_and_is_the_one_evaluated(
     config = tiny_config("evaluate.every=2 steps", "checkpoint.keep_last=1", "checkpoint.every=1 steps")
     train(config, tmp_path / "run", machine=tiny_machine)
     directory = tmp_path / "run" / "checkpoints"
-    best = best_checkpoint(directory, "val_loss", "min")
-    assert best is not None
-    assert open_checkpoint(best).step == 4
+    assert best_checkpoint(open_storage(directory), "val_loss", "min") == "step-00000004"
+    best = directory / "step-00000004"
     assert open_model(f"{tmp_path / 'run'}@best").origin == f"checkpoint {best} (step 4)"
     assert {path.name for path in directory.glob("step-*")} == {"step-00000004", "step-00000008"}
 
@@ -288,17 +288,18 @@ def test_weights_that_are_not_finite_never_become_the_newest_checkpoint(
 
 
 def test_a_failing_save_is_a_warning_and_the_last_good_one_stays(
-    tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_config: Any, tiny_machine: Any, tmp_path: Path
 ) -> None:
-    real = state.write_checkpoint
+    files = 0
 
-    def full(*arguments: Any, step: int, **named: Any) -> Path:
-        if step > 4:
+    def full(point: str) -> None:
+        nonlocal files
+        files += point == "before a shard file"
+        if files > 2 and point == "between two tensors":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*arguments, step=step, **named)
 
-    monkeypatch.setattr(state, "write_checkpoint", full)
-    result = train(tiny_config(), tmp_path / "run", machine=tiny_machine)
+    with at_each_point(full):
+        result = train(tiny_config(), tmp_path / "run", machine=tiny_machine)
     assert result.steps == 8
     assert result.last_save_failed
     assert str(result.checkpoint).endswith("step-00000004")

@@ -223,10 +223,11 @@ def test_balancing_biases_are_part_of_the_model(split: Split, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_full_disk_is_a_warning_on_every_rank(split: Split, whole: Whole, tmp_path: Path) -> None:
-    results = split(tmp_path / "run", *LAYOUTS["dp2-tp2"], job=split_jobs.on_a_full_disk, after=4)
+    results = split(tmp_path / "run", *LAYOUTS["dp2-tp2"], job=split_jobs.on_a_full_disk, saves=2)
     assert {result["last_save_failed"] for result in results} == {True}
     assert {Path(result["checkpoint"]).name for result in results} == {"step-00000004"}
-    assert "the checkpoint could not be written (No space left on device)" in events(tmp_path / "run", "warning")[0]
+    told = events(tmp_path / "run", "warning")[0]
+    assert "the checkpoint could not be written (rank 3: No space left on device); the last good checkpoint is " in told
     assert_close(tmp_path / "run", whole())
 
 

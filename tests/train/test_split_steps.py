@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from modelworks.optim import build_optimizer
 from modelworks.parallel import Mesh, split_model
 from modelworks.train import PRECISIONS, Precision, compute_gradients, data_rows, hooks, job, micro_batches, one_rank
 from modelworks.train.precision import LossScaler
+from modelworks.train.reading import CarefulReader
 from modelworks.train.state import TrainState
 from modelworks.train.step import StepResult, train_step
 from modelworks.verify.batches import verification_batch
@@ -81,7 +82,7 @@ class OfAnotherPrecision:
     """A checkpoint of a run in bf16, whose master weights are all `VALUE`."""
 
     VALUE = 0.123456
-    path, step, metrics = "a checkpoint", 3, dict[str, float]()
+    label, step, metrics = "a checkpoint", 3, dict[str, float]()
     state = {"updates": 3, "best": None}
 
     def __init__(self, config: RunConfig) -> None:
@@ -89,13 +90,11 @@ class OfAnotherPrecision:
 
     def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
         kinds = ("exp_avg", "exp_avg_sq", "master")
-        return {f"{name}/{kind}": shape for name, shape in self._shapes.items() for kind in kinds}
+        names = self._shapes.items() if section == "optimizer" else ()
+        return {f"{name}/{kind}": shape for name, shape in names for kind in kinds}
 
-    def tensor(self, section: str, name: str) -> Tensor:
-        return torch.full(self.shapes(section)[name], self.VALUE if name.endswith("master") else 0.0)
-
-    def tensors(self, section: str) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
+    def slice(self, section: str, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        return torch.full([stop - start for start, stop in bounds], self.VALUE if name.endswith("master") else 0.0)
 
 
 def computed_after_restoring(mesh: Mesh, overrides: list[str]) -> dict[str, bool]:
@@ -104,7 +103,7 @@ def computed_after_restoring(mesh: Mesh, overrides: list[str]) -> dict[str, bool
     model = split_model(config, mesh, dtype=torch.float32)
     optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
     checkpoint: Any = OfAnotherPrecision(config)
-    TrainState(model, optimizer).restore(checkpoint)
+    TrainState(model, optimizer).restore(CarefulReader(checkpoint))
     return {name: bool((leaf == checkpoint.VALUE).all()) for name, leaf in model.gradients.leaves().items()}
 
 

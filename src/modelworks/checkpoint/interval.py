@@ -47,11 +47,11 @@ class Interval:
 def failure_rate(n_devices: int, hours: float | None = None) -> FailureRate:
     """Mean time between failures of a job on so many devices. hours: as configured; None: from published figures."""
     if hours is not None:
-        return FailureRate(hours * 3600.0, f"one failure in {_words(hours * 3600.0)} (as configured)")
+        return FailureRate(hours * 3600.0, f"one failure in {describe_seconds(hours * 3600.0)} (as configured)")
     seconds = _PUBLISHED_DEVICES * _PUBLISHED_DAYS * 86_400.0 / _PUBLISHED_FAILURES / n_devices
     devices = "1 device" if n_devices == 1 else f"{n_devices:,} devices"
     published = f"{_PUBLISHED_FAILURES} in {_PUBLISHED_DAYS} days on {_PUBLISHED_DEVICES:,} GPUs, arXiv:2407.21783"
-    return FailureRate(seconds, f"one failure in {_words(seconds)} assumed for {devices} ({published})")
+    return FailureRate(seconds, f"one failure in {describe_seconds(seconds)} assumed for {devices} ({published})")
 
 
 def best_interval(stall: float, write: float, rate: FailureRate, *, measured: bool = True) -> Interval:
@@ -62,12 +62,12 @@ def best_interval(stall: float, write: float, rate: FailureRate, *, measured: bo
     """
     wanted = daly_interval(stall, rate.seconds)
     known = "measured" if measured else "estimated"
-    reason = f"a save stops training for {_words(stall)} ({known}), {rate.reason}: Daly's interval is {_words(wanted)}"
+    reason = f"a save stops training for {describe_seconds(stall)} ({known}), {rate.reason}: Daly's interval is {describe_seconds(wanted)}"
     shortest = max(write, stall)
     if wanted < shortest:
-        return Interval(shortest, f"{reason}, but a save takes {_words(shortest)} to be written")
+        return Interval(shortest, f"{reason}, but a save takes {describe_seconds(shortest)} to be written")
     if wanted > max(LONGEST, shortest):
-        return Interval(max(LONGEST, shortest), f"{reason}, but never more than {_words(LONGEST)} of work is at stake")
+        return Interval(max(LONGEST, shortest), f"{reason}, but never more than {describe_seconds(LONGEST)} of work is at stake")
     return Interval(wanted, reason)
 
 
@@ -96,7 +96,7 @@ def assumed_seconds(n_bytes: int) -> float:
     return n_bytes / ASSUMED_BANDWIDTH
 
 
-def _words(seconds: float) -> str:
+def describe_seconds(seconds: float) -> str:
     """A length of time for people: `0.04 s`, `95 s`, `12 min`, `3.1 h`, `5.8 years`."""
     for unit, name, least in ((31_557_600.0, "years", 1.0), (86_400.0, "days", 2.0), (3600.0, "h", 2.0)):
         if seconds >= least * unit:

@@ -79,13 +79,14 @@ def build_model(
 
 
 def _open_own(location: Location) -> ModelSource:
-    checkpoint = open_checkpoint(location.path)
+    assert location.folder is not None
+    checkpoint = open_checkpoint(location.folder)
     config = checkpoint.model_config
     checkpoint.expect("model", parameter_shapes(config))
     checkpoint.expect("routing", router_bias_shapes(config))
     tensors, biases = _lazy(checkpoint, "model"), _lazy(checkpoint, "routing")
     tokenizer = Tokenizer.load(checkpoint.tokenizer) if checkpoint.tokenizer else None
-    return ModelSource(config, tensors, tokenizer, f"checkpoint {location.path} (step {checkpoint.step})", biases)
+    return ModelSource(config, tensors, tokenizer, f"checkpoint {checkpoint.label} (step {checkpoint.step})", biases)
 
 
 def _lazy(checkpoint: Checkpoint, section: str) -> dict[str, LazyTensor]:

@@ -3,24 +3,27 @@
 my-run, runs/my-run         its newest complete checkpoint
 my-run@2000, my-run@best    that step's; the best by the run's own metric
 path/to/step-00002000       a checkpoint
+s3://bucket/checkpoints     a URL of checkpoints, or of one (a run's configuration may name one, too)
 path/to/directory           with config.json and safetensors: Hugging Face
 path/to/model.gguf          GGUF
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.formats.gguf_header import MAGIC
 from modelworks.checkpoint.manifest import MANIFEST
-from modelworks.checkpoint.names import checkpoint_directories, step_of
+from modelworks.checkpoint.names import step_of
 from modelworks.checkpoint.read import open_checkpoint
-from modelworks.checkpoint.retention import best_checkpoint, latest_checkpoint
-from modelworks.checkpoint.storage import open_storage
+from modelworks.checkpoint.retention import best_checkpoint, complete_checkpoints
+from modelworks.checkpoint.storage import Folder, Storage, is_url, open_folder, open_storage
 from modelworks.config import nearest
 
 RUNS = Path("runs")
@@ -29,10 +32,11 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Location:
-    """kind: how to read it. path: the checkpoint, the directory or the file."""
+    """kind: how to read it. path: the directory or the file; folder: of a checkpoint, whose path may be a URL."""
 
     kind: Literal["checkpoint", "hugging_face", "gguf"]
-    path: Path
+    path: Path = Path()
+    folder: Folder | None = None
 
 
 def locate_model(text: str, notify: Notify) -> Location:
@@ -41,6 +45,8 @@ def locate_model(text: str, notify: Notify) -> Location:
     notify: told, in a sentence, about every newer checkpoint that had to be skipped.
     """
     name, _, selector = text.partition("@") if not Path(text).expanduser().exists() else (text, "", "")
+    if is_url(text):
+        return _at_url(text, notify)
     path = Path(name).expanduser()
     if not path.exists() and (RUNS / name).is_dir():
         path = RUNS / name
@@ -49,10 +55,10 @@ def locate_model(text: str, notify: Notify) -> Location:
     if not path.is_dir():
         raise CheckpointError(_not_found(text, name))
     if (path / MANIFEST).is_file():
-        return Location("checkpoint", path)
-    for directory in (path / "checkpoints", path):
-        if checkpoint_directories(directory):
-            return Location("checkpoint", _select(path, directory, selector or "latest", notify))
+        return Location("checkpoint", folder=open_folder(path))
+    for storage in _storages(path):
+        if _names(storage):
+            return Location("checkpoint", folder=_select(str(path), storage, selector or "latest", notify))
     if (path / "config.json").is_file():
         return Location("hugging_face", path)
     if (path / "checkpoints").is_dir() or (path / "records.jsonl").is_file():
@@ -61,6 +67,44 @@ def locate_model(text: str, notify: Notify) -> Location:
         f"{path}: no model here: looked for {MANIFEST} (a checkpoint), checkpoints/ (a run) "
         "and config.json (a Hugging Face directory)"
     )
+
+
+def configured_storage(run_dir: Path) -> str | None:
+    """Where the run's own configuration says that its checkpoints lie; None where it says nothing that can be read."""
+    try:
+        storage = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["storage"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    return storage if isinstance(storage, str) else None
+
+
+def _storages(path: Path) -> Iterator[Storage]:
+    """Where the checkpoints of a run may lie, or `path` as a directory of checkpoints."""
+    configured = configured_storage(path)
+    if configured:
+        yield open_storage(configured)
+    yield open_storage(path / "checkpoints")
+    yield open_storage(path)
+
+
+def _at_url(text: str, notify: Notify) -> Location:
+    """A checkpoint, or the newest of a directory of them; `…@2000` and `…@best` as for a run."""
+    head, slash, last = text.rstrip("/").rpartition("/")
+    last, _, selector = last.partition("@")
+    url = f"{head}{slash}{last}"
+    if step_of(Path(last)) is not None:
+        return Location("checkpoint", folder=open_folder(url))
+    storage = open_storage(url)
+    if not _names(storage):
+        raise CheckpointError(f"{url}: no checkpoint is here (looked for step-…/{MANIFEST})")
+    return Location("checkpoint", folder=_select(url, storage, selector or "latest", notify))
+
+
+def _names(storage: Storage) -> list[str]:
+    try:
+        return storage.checkpoints()
+    except OSError as error:
+        raise CheckpointError(f"{storage.label}: cannot be read: {error.strerror or error}") from None
 
 
 def _file(path: Path) -> Location:
@@ -73,31 +117,40 @@ def _file(path: Path) -> Location:
     raise CheckpointError(f"{path}: not a model file (only .gguf files stand alone)")
 
 
-def _select(run: Path, directory: Path, selector: str, notify: Notify) -> Path:
+def _select(where: str, storage: Storage, selector: str, notify: Notify) -> Folder:
     if selector == "latest":
-        found = latest_checkpoint(
-            directory, on_skip=lambda path, reason: notify(f"skipped {path.name}: {reason}"), sections=("model",)
-        )
-        if found is None:
-            raise CheckpointError(f"{directory}: no complete checkpoint")
-        return found
+        return _latest(storage, notify)
     if selector == "best":
-        return _best(run, directory)
-    steps = {str(step_of(path)): path for path in checkpoint_directories(directory)}
+        return _best(where, storage)
+    steps = {str(step_of(Path(name))): name for name in storage.checkpoints()}
     if selector not in steps:
-        raise CheckpointError(f"{run}@{selector}: no such step; there are latest, best, {', '.join(steps)}")
-    return steps[selector]
+        raise CheckpointError(f"{where}@{selector}: no such step; there are latest, best, {', '.join(steps)}")
+    return storage.folder(steps[selector])
 
 
-def _best(run: Path, directory: Path) -> Path:
-    newest = latest_checkpoint(directory, sections=())
-    if newest is not None:
-        evaluate = open_checkpoint(newest).config.evaluate
-        found = best_checkpoint(open_storage(directory), evaluate.best_metric, evaluate.best_mode)
-        if found is not None:
-            return directory / found
-        raise CheckpointError(f"{run}@best: no checkpoint carries the metric `{evaluate.best_metric}`; use @latest")
-    raise CheckpointError(f"{directory}: no complete checkpoint")
+def _latest(storage: Storage, notify: Notify) -> Folder:
+    """The newest whole one. On this machine that means its weights too; what is far away is not read twice, and checked
+    as it is loaded."""
+    for name in reversed(storage.checkpoints()):
+        folder = storage.folder(name)
+        try:
+            open_checkpoint(folder).verify(() if folder.local() is None else ("model",))
+        except (CheckpointError, OSError) as error:
+            notify(f"skipped {name}: {error}")
+        else:
+            return folder
+    raise CheckpointError(f"{storage.label}: no complete checkpoint")
+
+
+def _best(where: str, storage: Storage) -> Folder:
+    complete = list(complete_checkpoints(storage))
+    if not complete:
+        raise CheckpointError(f"{storage.label}: no complete checkpoint")
+    evaluate = open_checkpoint(storage.folder(complete[-1])).config.evaluate
+    found = best_checkpoint(storage, evaluate.best_metric, evaluate.best_mode)
+    if found is None:
+        raise CheckpointError(f"{where}@best: no checkpoint carries the metric `{evaluate.best_metric}`; use @latest")
+    return storage.folder(found)
 
 
 def _not_found(text: str, name: str) -> str:

@@ -59,7 +59,7 @@ def command(
     try:
         result = _train(run, run_dir, output, resume=resume, overwrite=overwrite, profile=profile)
     except (TrainingFailed, RankFailed, RankLost) as error:
-        left = "" if isinstance(error, TrainingFailed) else f"; {_what_is_left(run_dir)}"
+        left = "" if isinstance(error, TrainingFailed) else f"; {_what_is_left(run, run_dir)}"
         write_error(f"{error}{left}", FAILED, json=json)  # first: torchrun may end this process any moment
         if (run_dir / "config.yaml").exists():
             write_report(run_dir)
@@ -74,9 +74,10 @@ def command(
     again = " ".join([_program(), "train", str(config), *_quoted(overrides or []), *_runs_option(runs_dir), "--resume"])
     output.result({**asdict(result), "report": report})
     if result.stopped_by and not result.last_save_failed:
-        output.print(
-            f"stopped by {result.stopped_by} at step {result.steps}, saved {result.checkpoint}; go on with: {again}"
-        )
+        saved = f"saved {result.checkpoint}"
+        if result.checkpoint_step != result.steps:
+            saved = f"the newest checkpoint is {result.checkpoint}" if result.checkpoint else "there is no checkpoint"
+        output.print(f"stopped by {result.stopped_by} at step {result.steps}, {saved}; go on with: {again}")
         raise typer.Exit(PREEMPTED)
     if result.last_save_failed:
         output.print(f"the last checkpoint could not be written; the newest good one is {result.checkpoint}")
@@ -101,12 +102,12 @@ def _train(
     return train(run, run_dir, resume=resume, overwrite=overwrite, profile=profile, console=output.console)
 
 
-def _what_is_left(run_dir: Path) -> str:
+def _what_is_left(run: RunConfig, run_dir: Path) -> str:
     """In words, what a run that was cut short can go on from."""
-    from modelworks.checkpoint import latest_checkpoint
+    from modelworks.train import newest_checkpoint
 
-    path = latest_checkpoint(run_dir / "checkpoints")
-    return f"the last good checkpoint is {path}, go on with --resume" if path else "there is no checkpoint yet"
+    label = newest_checkpoint(run, run_dir)
+    return f"the last good checkpoint is {label}, go on with --resume" if label else "there is no checkpoint yet"
 
 
 def _print_end(run: RunConfig, result: Result, report: str | None, runs_dir: Path, output: Output) -> None:

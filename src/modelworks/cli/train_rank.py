@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch
 from modelworks.cli.exit_codes import FAILED, USER_ERROR
 from modelworks.cli.output import Output
 from modelworks.config import RunConfig, UserError, dump_yaml, parse_run_config
-from modelworks.layout import Layout, check_layout
+from modelworks.layout import Layout, check_layout, describe, shrink_layout
 from modelworks.parallel import RankFailed, RankLost, World, build_mesh, joined, launch, process_group
 from modelworks.train import Result, TrainingFailed, check_references, keep_freed_memory, run_directory, train
 
@@ -74,8 +74,12 @@ def run_rank(
 
 
 def _train_joined(config: RunConfig, run_dir: Path, world: World, output: Output, **flags: bool) -> Result | None:
-    """One of torchrun's processes."""
+    """One of torchrun's processes; None on those that have nothing to say, or nothing to do."""
     try:
+        if config.parallel.elastic and world.size < Layout.of(config.parallel).world_size:
+            config, world = _shrunk(config, world, output)
+            if world.rank >= world.size:
+                return None
         check_layout(config, world.size)
         result = _train_here(config, run_dir, world, output, **flags)
     except UserError as error:
@@ -88,6 +92,20 @@ def _train_joined(config: RunConfig, run_dir: Path, world: World, output: Output
         raise SystemExit(FAILED) from None
     # The others leave with 0 whatever the result: torchrun would kill rank 0, which has yet to tell it, for any other.
     return result if world.rank == 0 else None
+
+
+def _shrunk(config: RunConfig, world: World, output: Output) -> tuple[RunConfig, World]:
+    """A layout for the processes that there are; some of them may be left over."""
+    parallel = shrink_layout(config, world.size)
+    used = Layout.of(parallel).world_size
+    if world.rank == 0:
+        needed = Layout.of(config.parallel).world_size
+        idle = "" if used == world.size else f" ({world.size - used} of them idle)"
+        output.print(
+            f"elastic: {describe(config.parallel)} needs {needed} processes and there are {world.size}: going on with "
+            f"{describe(parallel)}{idle}; the global batch stays {config.train.global_batch}"
+        )
+    return config.model_copy(update={"parallel": parallel}), replace(world, size=used)
 
 
 def _train_here(config: RunConfig, run_dir: Path, world: World, output: Output, **flags: bool) -> Result:

@@ -17,6 +17,7 @@ from modelworks.report.series import downsample, smooth
 Role = Literal["line", "faint", "points"]
 # Curves of more runs than this repeat the colours, dashed.
 COLOURS = 7
+_NOT_CHARTED = ("data/", "baseline/", "memory/", "checkpoint/")  # with a place of their own, or none
 TABLE_ROWS = 24
 
 
@@ -157,10 +158,15 @@ def run_charts(run: Run) -> list[Chart]:
             zero=True,
         ),
     ]
+    saves = curve("checkpoint/stall_seconds", "training stood still") + curve(
+        "checkpoint/write_seconds", "written in", 1
+    )
+    if any(len(each.series.steps) > 2 for each in saves):
+        charts.append(Chart("Time of saves", "s", saves, zero=True))
     shown = {"val/perplexity", *(curve.series.name for chart in charts for curve in chart.curves)}
     for name, series in sorted(run.series.items()):
         # Whatever else was measured often enough to have a shape.
-        if name not in shown and len(series.steps) > 2 and not name.startswith(("data/", "baseline/", "memory/")):
+        if name not in shown and len(series.steps) > 2 and not name.startswith(_NOT_CHARTED):
             charts.append(Chart(name, series.unit, curve(name, name)))
     return [chart for chart in charts if chart.curves]
 

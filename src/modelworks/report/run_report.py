@@ -9,6 +9,7 @@ that have a place of their own on the page:
     eval/<task>/<metric>              question sets          any other event: a line of the timeline
     predicted/flops_per_token, machine/peak_flops            the two sides of utilisation
     anything with tags, pipeline/*    how the run was split  (`split.py`)
+    checkpoint/*                      what saving cost       (`saves.py`)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from modelworks.report import numbers
 from modelworks.report.charts import run_charts, spread
 from modelworks.report.page import chart_items, write_page
 from modelworks.report.run_data import Run, event_fields, read_run
+from modelworks.report.saves import saves_section
 from modelworks.report.split import split_section
 
 SAMPLE_LENGTH = 4000  # characters shown of one sample
@@ -53,6 +55,7 @@ def write_report(run_dir: Path) -> Path:
         decisions=_decisions(run),
         predictions=_predictions(run),
         split=split_section(run),
+        saves=saves_section(run),
         timeline=timeline,
         timeline_note=timeline_note,
         environment=_environment(run),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from modelworks.train.preparation import check_references as check_references
     from modelworks.train.preparation import measure as measure
     from modelworks.train.result import Result as Result
+    from modelworks.train.resuming import newest_checkpoint as newest_checkpoint
     from modelworks.train.step import NonFiniteStep as NonFiniteStep
     from modelworks.train.step import apply_gradients as apply_gradients
     from modelworks.train.step import compute_gradients as compute_gradients
@@ -46,6 +47,7 @@ _HOME = {
     "derive": "derivation",
     "keep_freed_memory": "allocator",
     "measure": "preparation",
+    "newest_checkpoint": "resuming",
     "own_columns": "micro_batches",
     "print_decisions": "beginning",
     "score_text": "evaluation.validation",

@@ -83,5 +83,7 @@ def record_start(
     log.event(0, "decision", {"key": "MFU denominator", "value": f"{peak.flops:.4g} FLOP/s", "reason": peak.source})
     for name, value in {**asdict(derived.memory), "total": derived.memory.total}.items():
         log.figure(0, f"predicted/memory_{name}", value, "bytes", kind="predicted")
+    if derived.staging:
+        log.figure(0, "predicted/checkpoint_staging", derived.staging, "bytes", kind="predicted")
     for name, value in baselines.items():
         log.figure(0, f"baseline/{name}_bits_per_byte", value, "bits/byte")

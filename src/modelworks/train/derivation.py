@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from modelworks.checkpoint import Interval, assumed_seconds, best_interval, describe_seconds, failure_rate
 from modelworks.config import Duration, RunConfig, UserError, count_parameters, format_bytes
 from modelworks.hardware import Machine, choose_device, choose_precision
 from modelworks.layout import Layout
@@ -19,7 +20,7 @@ from modelworks.optim import Schedule, build_schedule
 from modelworks.train.layout_decisions import layout_decisions
 from modelworks.train.memory import MemoryPrediction
 from modelworks.train.precision import PRECISIONS, Precision
-from modelworks.train.rank_memory import predict_rank_memory
+from modelworks.train.rank_memory import predict_rank_memory, saved_bytes, staged_bytes
 
 # Tokens of one micro-batch: enough rows for full-speed products. Beyond it activations only leave the caches sooner.
 CPU_TOKENS = 4096
@@ -39,7 +40,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Derived:
-    """Everything the loop needs to know. Lengths and intervals are in optimiser steps."""
+    """Everything the loop needs to know. Lengths and intervals are in optimiser steps.
+
+    save_interval: where `checkpoint.every` is auto, until a save has been measured; `checkpoint_every` is then None.
+    staging: bytes of host memory that the fullest rank copies into when it saves.
+    """
 
     config: RunConfig
     device: torch.device
@@ -51,9 +56,11 @@ class Derived:
     decay_steps: int
     evaluate_every: int
     tasks_every: int | None
-    checkpoint_every: int
+    checkpoint_every: int | None
+    save_interval: Interval | None
     keep_every: int | None
     memory: MemoryPrediction
+    staging: int
     decisions: tuple[Decision, ...]
 
     @property
@@ -121,14 +128,19 @@ def derive(
     evaluate_every = max(1, steps.of("evaluate.every", config.evaluate.every, total))
     decide("evaluation every", f"{evaluate_every} steps", f"evaluate.every is {config.evaluate.every}, and at the end")
     checkpoint = resolved.checkpoint
+    staging = staged_bytes(split, precision=train.precision)
+    if staging:
+        copied = "what it saves is copied there, and written while training goes on"
+        decide("checkpoint staging", format_bytes(staging), f"host memory of the fullest rank: {copied}")
+    every, interval = None, None
     if checkpoint.every == "auto":
-        every = Duration(max(1, total // 10), "steps")
-        decide("checkpoint.every", every, "at most a tenth of the run is lost")
-        checkpoint = checkpoint.model_copy(update={"every": every})
-    assert isinstance(checkpoint.every, Duration)
+        interval = _first_interval(split, machine, staging)
+        decide("checkpoint.every", describe_seconds(interval.seconds), f"at first, {interval.reason}")
+    else:
+        every = max(1, steps.of("checkpoint.every", checkpoint.every, total))
     tasks_every, keep_every = config.evaluate.tasks_every, checkpoint.keep_every
     return Derived(
-        config=resolved.model_copy(update={"train": train, "checkpoint": checkpoint}),
+        config=split,
         device=torch.device(train.device),
         precision=PRECISIONS[train.precision],
         micro_batch=micro_batch,
@@ -138,9 +150,11 @@ def derive(
         decay_steps=decay,
         evaluate_every=evaluate_every,
         tasks_every=None if tasks_every is None else max(1, steps.of("evaluate.tasks_every", tasks_every, total)),
-        checkpoint_every=max(1, steps.of("checkpoint.every", checkpoint.every, total)),
+        checkpoint_every=every,
+        save_interval=interval,
         keep_every=None if keep_every is None else max(1, steps.of("checkpoint.keep_every", keep_every, total)),
-        memory=_predict(resolved.model_copy(update={"train": train}), micro_batch),
+        memory=_predict(split, micro_batch),
+        staging=staging,
         decisions=tuple(decisions),
     )
 
@@ -170,10 +184,19 @@ def _keep_earlier(config: RunConfig, earlier: RunConfig | None) -> RunConfig:
         if getattr(config.train, key) == "auto"
         and (key != "micro_batch" or config.parallel == earlier.parallel)  # which was chosen for its layout
     }
-    checkpoint = config.checkpoint
-    if checkpoint.every == "auto":
-        checkpoint = checkpoint.model_copy(update={"every": earlier.checkpoint.every})
-    return config.model_copy(update={"train": config.train.model_copy(update=kept), "checkpoint": checkpoint})
+    return config.model_copy(update={"train": config.train.model_copy(update=kept)})
+
+
+def _first_interval(config: RunConfig, machine: Machine, staging: int) -> Interval:
+    """Between saves, as long as none has been measured: a copy at memory's speed, a write at an assumed one."""
+    settings, world_size = config.checkpoint, Layout.of(config.parallel).world_size
+    write = assumed_seconds(
+        count_parameters(config.model).total * saved_bytes(config, precision=config.train.precision)
+    )
+    copied = 2 * staging / machine.memory_bandwidth  # read and written
+    stall = copied if settings.async_ and (settings.staging is None or staging < settings.staging) else write
+    rate = failure_rate(world_size, settings.mean_time_between_failures)
+    return best_interval(stall, max(write, stall), rate, measured=False)
 
 
 def _choose_micro_batch(config: RunConfig, ranks_here: int) -> tuple[int, str]:
@@ -185,16 +208,18 @@ def _choose_micro_batch(config: RunConfig, ranks_here: int) -> tuple[int, str]:
     most = max(1, config.rank_rows // (parallel.pp if parallel.pp > 1 else 1))
     shares = [rows for rows in range(most, 0, -1) if config.rank_rows % rows == 0]
     fast = [rows for rows in shares if rows * seq_len <= wanted] or [1]
-    free = _free_memory(train.device) // (1 if train.device == "cuda" else ranks_here)  # a device is a rank's own
+    on_device = train.device == "cuda"
+    free = _free_memory(train.device) // (1 if on_device else ranks_here)  # a device is a rank's own
+    staging = 0 if on_device else staged_bytes(config, precision=train.precision)
     for rows in fast:
-        needed = _predict(config, rows).total
+        needed = _predict(config, rows).total + staging
         if needed <= MEMORY_SHARE * free:
             pipeline = f", in at least {parallel.pp} micro-batches that fill the pipeline" if parallel.pp > 1 else ""
             reason = f"{rows * seq_len} tokens keep the products at full speed{pipeline}; needs {format_bytes(needed)}"
             if rows < fast[0]:
                 reason = f"needs {format_bytes(needed)} of the {format_bytes(free)} free, {fast[0]} rows would not fit"
             return rows, reason
-    total, parameters = _predict(config, 1).total, count_parameters(config.model).total
+    total, parameters = _predict(config, 1).total + staging, count_parameters(config.model).total
     raise UserError(
         f"this model ({parameters:,} parameters) needs about {format_bytes(total)} to train on rows of {seq_len} "
         f"tokens, and {format_bytes(free)} are free; make the model or data.seq_len smaller, set train.recompute to "

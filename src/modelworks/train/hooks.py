@@ -1,13 +1,10 @@
-"""What happens after a step besides training: recording, evaluation, samples, question sets, checkpoints."""
+"""What happens after a step besides training and saving: recording, evaluation, samples, question sets."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from modelworks.checkpoint import retain
 from modelworks.config import UserError, format_count
 from modelworks.data import Dataset, ScoredText, TrainLoader
 from modelworks.models import Transformer
@@ -18,7 +15,7 @@ from modelworks.train.experts import whole_model
 from modelworks.train.loop import StepDone
 from modelworks.train.one_rank import on_rank_0
 from modelworks.train.recording import MemoryMeter, RunLog
-from modelworks.train.state import TrainState, first_not_finite
+from modelworks.train.state import TrainState
 from modelworks.train.terminal import Terminal
 
 
@@ -144,93 +141,6 @@ class Questions:
                 self.log.figure(state.step, name, value)
                 state.metrics[name] = value
                 self.terminal.say(f"step {state.step}: {name} {value:.4f}")
-
-
-@dataclass
-class Checkpoints:
-    """Saves on an interval, at steps to be kept for good, at the best evaluation so far and at the end.
-
-    A save that fails (a full disk) is a warning: training goes on and the last good checkpoint stays. `failed` says
-    whether the last attempt did, so that a run which lost its end does not exit as a success.
-    """
-
-    log: RunLog
-    terminal: Terminal
-    derived: Derived
-    directory: Path
-    dataset: Dataset
-    protect: list[Path] = field(default_factory=list)
-    latest: Path | None = None
-    failed: bool = False
-    _saved_step: int = -1
-
-    def after_step(self, state: TrainState, done: StepDone) -> None:
-        improved = self._improved(state)
-        intervals = (self.derived.checkpoint_every, self.derived.keep_every)
-        if improved or done.last or any(every and done.step % every == 0 for every in intervals):
-            self.save(state)
-
-    def catch_up(self, state: TrainState) -> None:
-        """Save what an evaluation before the first step found to be the best."""
-        if self._improved(state):
-            self.save(state)
-
-    def save(self, state: TrainState) -> None:
-        """Save unless this very step is saved already."""
-        if self._saved_step == state.step:
-            return
-        broken = first_not_finite(state.model)
-        if broken:
-            # Saved, it would be the newest checkpoint, and retention would remove good ones for its sake.
-            self.failed = True
-            self._warn(state, f"the weights are not finite any more ({broken}), so they are not saved; {self.kept()}")
-            return
-        try:
-            self.latest = state.save(self.directory, self.derived.config, self.dataset)
-        except OSError as error:
-            self.failed = True
-            self._warn(state, f"the checkpoint could not be written ({error.strerror or error}); {self.kept()}")
-            return
-        self.failed, self._saved_step = False, state.step
-        self.log.event(state.step, "checkpoint", str(self.latest))
-        self._remove_old(state)
-
-    def kept(self) -> str:
-        """In words, what a reader can go back to."""
-        return f"the last good checkpoint is {self.latest.name}" if self.latest else "there is no checkpoint yet"
-
-    def _remove_old(self, state: TrainState) -> None:
-        settings = self.derived.config
-        if state.model.mesh.rank != 0:
-            return
-        try:
-            retain(
-                self.directory,
-                keep_last=settings.checkpoint.keep_last,
-                keep_every=self.derived.keep_every,
-                best=(settings.evaluate.best_metric, settings.evaluate.best_mode),
-                protect=self.protect,
-            )
-        except OSError as error:
-            self._warn(state, f"an old checkpoint could not be removed ({error.strerror or error})")
-
-    def _warn(self, state: TrainState, text: str) -> None:
-        text = f"step {state.step}: {text}"
-        self.log.event(state.step, "warning", text)
-        goes_on = "; training goes on" if state.step < self.derived.total_steps else ""
-        self.terminal.say(f"warning: {text}{goes_on}")
-
-    def _improved(self, state: TrainState) -> bool:
-        """Whether this step's evaluation is the best so far; remembers it."""
-        settings = self.derived.config.evaluate
-        value = state.metrics.get(settings.best_metric)
-        if value is None or not math.isfinite(value):
-            return False
-        sign = 1 if settings.best_mode == "min" else -1
-        if state.best is not None and sign * value >= sign * state.best[0]:
-            return False
-        state.best = (value, state.step)
-        return True
 
 
 def describe_speed(recording: Recording) -> str:

@@ -6,6 +6,7 @@ What happens after each step besides training is the hooks' business.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from modelworks.checkpoint import CorruptedCheckpoint
 from modelworks.config import RunConfig, training_flops_per_token
 from modelworks.data import Dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine
@@ -27,14 +29,17 @@ from modelworks.train.beginning import job_peak, print_decisions, record_start
 from modelworks.train.derivation import Derived
 from modelworks.train.evaluation.samples import choose_prompts
 from modelworks.train.experts import whole_model
-from modelworks.train.hooks import Checkpoints, Questions, Recording, Validation, describe_speed
+from modelworks.train.hooks import Questions, Recording, Validation, describe_speed
 from modelworks.train.loop import Hook, TrainingFailed, run_steps
 from modelworks.train.one_rank import on_rank_0
 from modelworks.train.out_of_memory import OutOfMemory
-from modelworks.train.preparation import Prepared, prepare
+from modelworks.train.preparation import Prepared, prepare, take_directory
 from modelworks.train.profiling import Profile
+from modelworks.train.reading import CarefulReader
 from modelworks.train.recording import MemoryMeter, RunLog
 from modelworks.train.result import Result, build_result, with_earlier_figures
+from modelworks.train.resuming import Candidate, remove_all
+from modelworks.train.saving import Checkpoints, build_checkpoints
 from modelworks.train.split_records import SplitRecords
 from modelworks.train.start import build_state
 from modelworks.train.state import TrainState
@@ -71,18 +76,12 @@ def train(
     console = console or Console(quiet=True)
     started = time.monotonic()
     with ExitStack() as held:
-        prepared = prepare(
-            config, run_dir, mesh, console, resume=resume, overwrite=overwrite, machine=machine, held=held
-        )
-        memory = MemoryMeter(prepared.derived.device)
-        memory.reset()
-        memory_report = held.enter_context(OutOfMemory(prepared.derived, mesh, prepared.ranks_here))
-        state = _build_state(prepared, mesh, run_dir, config)
-        memory_report.state = state
-        held.callback(shutil.rmtree, run_dir / "offload", ignore_errors=True)
+        take_directory(config, run_dir, mesh, held, resume=resume, overwrite=overwrite)
+        start = _Start(config, run_dir, mesh, console, resume, machine, held)
+        prepared, state, memory, memory_report = start.begin()
         earlier_summary = run_directory.read_summary(run_dir) if not overwrite else {}
         if mesh.is_main:
-            _take_over(run_dir, prepared.derived, state.step, overwrite=overwrite)
+            _take_over(run_dir, prepared, state.step, overwrite=overwrite)
         log = RunLog(run_dir if mesh.is_main else None, first_step=state.step)
         held.callback(log.close)
         _say_and_record(prepared, state, log, console)
@@ -135,24 +134,65 @@ class _Hooks:
         ]
 
 
-def _build_state(prepared: Prepared, mesh: Mesh, run_dir: Path, config: RunConfig) -> TrainState:
-    """Ready for the first step, or for the one after the checkpoint."""
-    checkpoint = prepared.checkpoint
-    state = build_state(prepared.derived, mesh, checkpoint, scratch=run_dir / "offload")
-    if checkpoint:
-        state.restore(checkpoint)
-        if _measure_of_best(checkpoint.config) != _measure_of_best(config):
-            state.best = None  # of another measure: nothing to compare with
-    return state
+@dataclass
+class _Start:
+    """From a configuration to a state that is ready for the first step, or for the one after a checkpoint."""
+
+    config: RunConfig
+    run_dir: Path
+    mesh: Mesh
+    console: Console
+    resume: bool
+    machine: Machine | None
+    held: ExitStack
+
+    def begin(self) -> tuple[Prepared, TrainState, MemoryMeter, OutOfMemory]:
+        """A checkpoint whose bytes turn out to be damaged gives way to the next older one, and all that follows from it
+        is worked out anew."""
+        unusable: list[Candidate] = []
+        self.held.callback(shutil.rmtree, self.run_dir / "offload", ignore_errors=True)
+        while True:
+            prepared = prepare(
+                self.config,
+                self.run_dir,
+                self.mesh,
+                self.console,
+                resume=self.resume,
+                machine=self.machine,
+                unusable=unusable,
+            )
+            memory = MemoryMeter(prepared.derived.device)
+            memory.reset()
+            report = self.held.enter_context(OutOfMemory(prepared.derived, self.mesh, prepared.ranks_here))
+            try:
+                report.state = state = self._build(prepared)
+            except CorruptedCheckpoint as error:
+                assert prepared.resumed is not None
+                unusable.append(prepared.resumed.candidate)
+                self.console.print(f"warning: {unusable[-1].name} is not used: {error}", markup=False)
+            else:
+                return prepared, state, memory, report
+            gc.collect()  # the state that was given up, before another is built
+
+    def _build(self, prepared: Prepared) -> TrainState:
+        reader = CarefulReader(prepared.resumed.checkpoint) if prepared.resumed else None
+        state = build_state(prepared.derived, self.mesh, reader, scratch=self.run_dir / "offload")
+        if reader:
+            state.restore(reader)
+            if _measure_of_best(reader.checkpoint.config) != _measure_of_best(self.config):
+                state.best = None  # of another measure: nothing to compare with
+        return state
 
 
-def _take_over(run_dir: Path, derived: Derived, step: int, *, overwrite: bool) -> None:
+def _take_over(run_dir: Path, prepared: Prepared, step: int, *, overwrite: bool) -> None:
     """The directory is this run's from here on."""
     if overwrite:
         run_directory.clear(run_dir)
+        if prepared.derived.config.checkpoint.storage is not None:
+            remove_all(prepared.place)
     run_directory.cut_records(run_dir / "records.jsonl", step)
     (run_dir / "summary.json").unlink(missing_ok=True)
-    run_directory.write_config(run_dir, derived.config)
+    run_directory.write_config(run_dir, prepared.derived.config)
 
 
 def _say_and_record(prepared: Prepared, state: TrainState, log: RunLog, console: Console) -> None:
@@ -188,7 +228,6 @@ def _build_hooks(
     )
     prompts = choose_prompts(config.evaluate.prompts, dataset, config.evaluate.samples)
     questions = _questions(prepared.tasks, derived, dataset.tokenizer)
-    latest = prepared.checkpoint.path if prepared.checkpoint else None
     return _Hooks(
         log,
         terminal,
@@ -196,15 +235,7 @@ def _build_hooks(
         split=SplitRecords(log, derived, state, run_dir) if state.model.mesh.layout.world_size > 1 else None,
         validation=Validation(log, terminal, derived, text, dataset, loader, prompts),
         questions=Questions(log, terminal, derived.tasks_every, questions) if questions else None,
-        checkpoints=Checkpoints(
-            log,
-            terminal,
-            derived,
-            run_dir / "checkpoints",
-            dataset,
-            protect=[latest] if latest else [],
-            latest=latest,
-        ),
+        checkpoints=build_checkpoints(derived, state, dataset, log, terminal, prepared.place, prepared.resumed),
     )
 
 
@@ -220,10 +251,10 @@ def _run(prepared: Prepared, state: TrainState, hooks: _Hooks, profile: Profile)
             run_steps(state, derived, loader.iterate(state.step, rows), [*hooks.all, profiling], stop)
         except TrainingFailed as error:
             hooks.log.event(state.step, "warning", str(error))
-            hooks.checkpoints.save(state)
+            hooks.checkpoints.stop(state)
             raise TrainingFailed(f"{error}; {hooks.checkpoints.kept()}") from error
-        # Already saved unless a signal stopped the run between two checkpoints.
-        hooks.checkpoints.save(state)
+        # Saved, or being saved, unless a signal stopped the run between two checkpoints.
+        hooks.checkpoints.stop(state, stop.deadline(derived.config.checkpoint.grace))
     if profiling.table:
         hooks.terminal.console.print(profiling.table, markup=False)
     if state.step < derived.total_steps and stop.signal is None:

@@ -7,6 +7,7 @@ data, what is derived, the vocabulary, what a resumed run may change. Raises `Us
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from modelworks.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, open_model
+from modelworks.checkpoint import Checkpoint, open_model
 from modelworks.config import Difference, RunConfig, UserError, resume_differences
 from modelworks.data import Dataset, TrainLoader, build_dataset
 from modelworks.hardware import Machine, MachineFacts, choose_threads, facts, measure_machine
@@ -23,6 +24,7 @@ from modelworks.parallel import Mesh
 from modelworks.train import run_directory
 from modelworks.train.derivation import Derived, derive
 from modelworks.train.one_rank import on_rank_0
+from modelworks.train.resuming import Candidate, Found, check_storage, find_candidate, place_of
 from modelworks.train.start import check_vocabulary
 
 if TYPE_CHECKING:
@@ -31,14 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """checkpoint: to go on from, None for a start. tasks: question sets. changes: of a resumed run's configuration.
-    remarks: what looks odd. n_hosts, ranks_here: machines of the run, and its processes on this one."""
+    """place: path or URL of the run's checkpoints. resumed: the one to go on from, None for a start. tasks: question
+    sets. changes: of a resumed run's configuration. remarks: what looks odd. n_hosts, ranks_here: machines of the run,
+    and its processes on this one."""
 
     derived: Derived
     machine: Machine
     dataset: Dataset
     loader: TrainLoader
-    checkpoint: Checkpoint | None
+    place: str
+    resumed: Found | None
     tasks: TaskRunner | None
     changes: list[Difference]
     remarks: list[str]
@@ -53,22 +57,16 @@ def prepare(
     console: Console,
     *,
     resume: bool,
-    overwrite: bool,
     machine: Machine | None,
-    held: ExitStack,
+    unusable: Collection[Candidate] = (),
 ) -> Prepared:
-    """All ranks call it; rank 0 does what only one should. held: keeps the run's directory locked until it closes."""
+    """All ranks call it; rank 0 does what only one should. unusable: checkpoints found to be damaged."""
     hosts = mesh.group("world").gather_objects(socket.gethostname())
     ranks_here = hosts.count(socket.gethostname())
-
-    def take_directory() -> Path | None:
-        held.enter_context(run_directory.locked(run_dir))
-        run_directory.check_use(run_dir, resume=resume, overwrite=overwrite)
-        return _find_checkpoint(run_dir, console) if resume else None
-
-    path = on_rank_0(mesh, take_directory)
+    candidate = on_rank_0(mesh, lambda: find_candidate(config, run_dir, console, unusable) if resume else None)
     tasks = check_references(config)
-    checkpoint = open_checkpoint(path) if path else None
+    resumed = Found.open(candidate) if candidate else None
+    checkpoint = resumed.checkpoint if resumed else None
     main = mesh.is_main
     measured: Machine = mesh.shared(machine or (measure(config, console, ranks_here=ranks_here) if main else None))
     on_rank_0(mesh, lambda: _build_dataset(config, console))  # the others find it built
@@ -88,7 +86,34 @@ def prepare(
         _check_same_texts(checkpoint, dataset)
     remarks = check_vocabulary(config, dataset)
     n_hosts = len(set(hosts))
-    return Prepared(derived, measured, dataset, loader, checkpoint, tasks, changes, remarks, n_hosts, ranks_here)
+    return Prepared(
+        derived,
+        measured,
+        dataset,
+        loader,
+        place_of(config, run_dir),
+        resumed,
+        tasks,
+        changes,
+        remarks,
+        n_hosts,
+        ranks_here,
+    )
+
+
+def take_directory(
+    config: RunConfig, run_dir: Path, mesh: Mesh, held: ExitStack, *, resume: bool, overwrite: bool
+) -> None:
+    """Lock the run's directory until `held` closes, and make sure that this run may use what is there."""
+
+    def take() -> None:
+        held.enter_context(run_directory.locked(run_dir))
+        run_directory.check_use(run_dir, resume=resume, overwrite=overwrite)
+        if config.checkpoint.storage is not None:
+            place, world_size = place_of(config, run_dir), mesh.layout.world_size
+            check_storage(config, place, world_size, resume=resume, overwrite=overwrite)
+
+    on_rank_0(mesh, take)
 
 
 def check_references(config: RunConfig) -> TaskRunner | None:
@@ -148,25 +173,11 @@ def own_device(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
-def _find_checkpoint(run_dir: Path, console: Console) -> Path | None:
-    """The newest complete checkpoint; None for a run that was killed before it had one, which starts again."""
-
-    def skipped(path: Path, reason: str) -> None:
-        console.print(f"warning: {path.name} is not used: {reason}", markup=False)
-
-    path = latest_checkpoint(run_dir / "checkpoints", on_skip=skipped)
-    if path is None:
-        console.print(f"no checkpoint in {run_dir} yet: starting from the beginning", markup=False)
-        return None
-    console.print(f"resuming from {path} (step {open_checkpoint(path).step})", markup=False)
-    return Path(path)
-
-
 def _check_same_texts(checkpoint: Checkpoint, dataset: Dataset) -> None:
     """The configuration only says where the texts lie; that they are still the same is for their hash to say."""
     key = checkpoint.state.get("dataset", dataset.key)
     if key != dataset.key:
         raise UserError(
-            f"cannot resume from {checkpoint.path}: the texts or the tokenizer changed since (data set {key}, now "
+            f"cannot resume from {checkpoint.label}: the texts or the tokenizer changed since (data set {key}, now "
             f"{dataset.key}); restore the sources' files, or start another run (another `name`, with init_from)"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from modelworks.config import RunConfig
+from modelworks.config import ParallelConfig, RunConfig
 from modelworks.layout import (
     V_SHAPED,
     DataParallelMemory,
@@ -68,10 +68,40 @@ def stored_memory(config: RunConfig, rank: int, *, itemsize: int, micro_batches:
         itemsize=itemsize,
         gathered_whole={"embedding.weight"} if both_ends else (),
     )
-    # Two moments in float32, and master weights where those that compute are narrower or the state lies elsewhere.
+    return data, _state_bytes(itemsize, parallel) * sum(plan.stored.n_local for plan in plans.values())
+
+
+def _state_bytes(itemsize: int, parallel: ParallelConfig) -> int:
+    """Of the optimiser, for one element: two moments in float32, and master weights where those that compute are
+    narrower or the state lies elsewhere."""
     master = itemsize < WIDE or parallel.offload != "none"
-    state = (2 + master) * WIDE
-    return data, state * sum(plan.stored.n_local for plan in plans.values())
+    return (2 + master) * WIDE
+
+
+def staged_bytes(config: RunConfig, *, precision: str) -> int:
+    """Host memory that the fullest rank copies into when it saves: its share of what it holds, copies of which other
+    ranks write a part of. Nothing where saves are not asynchronous."""
+    checkpoint, parallel, layout = config.checkpoint, config.parallel, Layout.of(config.parallel)
+    if not checkpoint.async_:
+        return 0
+    each = saved_bytes(config, precision=precision)
+    stages, most = stage_layers(config), 0.0
+    for rank in layout.ranks(0, "pp"):
+        share = 0.0
+        for plan in plan_parameters(config.model, layout, parallel, rank, stages).values():
+            copies = layout.size(rank, plan.replicate_group)
+            if plan.zero_dimension is None:
+                copies *= layout.size(rank, plan.shard_group)
+            share += plan.stored.n_local * each / copies
+        most = max(most, share)
+    limit = checkpoint.staging
+    return round(most) if limit is None else min(round(most), limit)
+
+
+def saved_bytes(config: RunConfig, *, precision: str) -> int:
+    """Bytes of a checkpoint for one parameter: its value and its optimiser state."""
+    itemsize = PRECISIONS[precision].parameter_dtype.itemsize
+    return itemsize + _state_bytes(itemsize, config.parallel)
 
 
 def _of_rank(

@@ -10,7 +10,8 @@ from typing import Any
 from modelworks.config import count_parameters
 from modelworks.data import TrainLoader
 from modelworks.train.derivation import Derived
-from modelworks.train.hooks import Checkpoints, Recording, Validation
+from modelworks.train.hooks import Recording, Validation
+from modelworks.train.saving import Checkpoints
 from modelworks.train.state import TrainState
 
 
@@ -18,8 +19,9 @@ from modelworks.train.state import TrainState
 class Result:
     """How a run ended. losses in nats per token, of the last step and the last evaluation; mfu and
     tokens_per_second are medians over this process's steps. stopped_by: the signal's name, None for a run that
-    reached its end. last_save_failed: the newest state is not on disk. sample: {prompt, text} of the last
-    evaluation. parallel: of a split run, what it last measured of its split beside the formulas (`SplitRecords`)."""
+    reached its end. checkpoint, checkpoint_step: path or URL of the newest one, and its step. last_save_failed: the
+    newest state is not saved. sample: {prompt, text} of the last evaluation. parallel: of a split run, what it last
+    measured of its split beside the formulas (`SplitRecords`)."""
 
     steps: int
     tokens: int
@@ -37,6 +39,7 @@ class Result:
     sample: dict[str, str] | None = None
     stopped_by: str | None = None
     last_save_failed: bool = False
+    checkpoint_step: int | None = None
     parallel: dict[str, Any] | None = None
 
 
@@ -72,7 +75,8 @@ def build_result(
         tokens_per_second=speed,
         mfu=None if speed is None else recording.mfu(speed),
         seconds=time.monotonic() - started,
-        checkpoint=str(checkpoints.latest) if checkpoints.latest else None,
+        checkpoint=checkpoints.latest,
+        checkpoint_step=checkpoints.latest_step,
         baselines=baselines,
         parameters=count_parameters(derived.config.model).total,
         peak_memory=recording.memory.peak(),

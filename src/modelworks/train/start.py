@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from modelworks.checkpoint import Checkpoint, check_shapes, open_model
+from modelworks.checkpoint import check_shapes, open_model
 from modelworks.config import ModelConfig, RunConfig, UserError, parameter_shapes, show_value
 from modelworks.data import Dataset, Tokenizer
 from modelworks.hardware import compiler
@@ -18,27 +18,29 @@ from modelworks.parallel import Fill, Mesh, split_model, state_allocator
 from modelworks.train.derivation import Derived
 from modelworks.train.experts import set_expert_biases
 from modelworks.train.precision import LossScaler
+from modelworks.train.reading import CarefulReader
 from modelworks.train.state import TrainState
 
 
 def build_state(
-    derived: Derived, mesh: Mesh, checkpoint: Checkpoint | None = None, *, scratch: Path = Path("offload")
+    derived: Derived, mesh: Mesh, reader: CarefulReader | None = None, *, scratch: Path = Path("offload")
 ) -> TrainState:
     """This rank's part of the model with its values, its optimiser and its loss scale.
 
-    checkpoint: where the weights come from; None for initial values, or those of `init_from`. scratch: a directory for
-    optimiser state that is offloaded to files.
+    reader: of the checkpoint that the weights come from; None for initial values, or those of `init_from`. What it
+    could not read is for `TrainState.restore` to tell. scratch: a directory for optimiser state that is offloaded to
+    files.
     """
     config = derived.config
     model = split_model(
         config,
         mesh,
         dtype=derived.precision.parameter_dtype,
-        fill=_values(config, checkpoint),
+        fill=_values(config, reader),
         prepare=_compiler(derived.device) if config.train.compile else None,
     )
     scaler = LossScaler(config.train.loss_scale) if derived.precision.scales_loss else None
-    if config.init_from and checkpoint is None and config.model.router_bias:
+    if config.init_from and reader is None and config.model.router_bias:
         source = open_model(config.init_from)
         if source.biases:  # a model that was trained without them starts with none
             set_expert_biases(model, {name: bias.load() for name, bias in source.biases.items()})
@@ -49,11 +51,11 @@ def build_state(
     return TrainState(model, optimizer, scaler)
 
 
-def _values(config: RunConfig, checkpoint: Checkpoint | None) -> Fill | None:
-    """What sets a slice of a parameter; None for initial values. Whole tensors are read one at a time."""
-    if checkpoint is not None:
-        checkpoint.expect("model", parameter_shapes(config.model))
-        return lambda spec, out: _copy(checkpoint.tensor("model", spec.name), spec, out)
+def _values(config: RunConfig, reader: CarefulReader | None) -> Fill | None:
+    """What sets a slice of a parameter; None for initial values."""
+    if reader is not None:
+        reader.checkpoint.expect("model", parameter_shapes(config.model))
+        return reader.fill
     if config.init_from:
         source = open_model(config.init_from)
         check_shapes(source.origin, {n: t.shape for n, t in source.tensors.items()}, parameter_shapes(config.model))

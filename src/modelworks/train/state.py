@@ -4,28 +4,28 @@ A schedule and a loader are functions of the step, and dropout masks of their pl
 optimiser with its count of updates, the loss scale, the biases that balance experts, the step, and the best evaluation
 so far. A run that restores it goes on bit for bit as if it had never stopped.
 
-What is saved are whole tensors under their full names, put together from all ranks, so that a checkpoint does not
-depend on the layout that wrote it, and a rank of any layout takes the slices that it needs.
+What is saved are parts of logical tensors under their full names, so that a checkpoint does not depend on the layout
+that wrote it, and a rank of any layout reads just the slices that it needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from modelworks.checkpoint import Checkpoint, Sections, write_checkpoint
+from modelworks.checkpoint import Identity, Owners, Shard, whole_shards
 from modelworks.config import RunConfig, UserError
 from modelworks.data import Dataset
+from modelworks.models import routing_state
 from modelworks.optim import AdamW
 from modelworks.parallel import SplitModel
-from modelworks.train.experts import expert_biases, set_expert_biases
+from modelworks.train.experts import set_expert_biases
 from modelworks.train.precision import LossScaler
-from modelworks.train.whole_tensors import write_together
+from modelworks.train.reading import CarefulReader
 
 
 @dataclass
@@ -43,57 +43,62 @@ class TrainState:
     best: tuple[float, int] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def save(self, directory: Path, config: RunConfig, dataset: Dataset) -> Path:
-        """Write `directory/step-…`; every rank must call it, rank 0 writes. Raises OSError on all ranks when that
-        fails, and nothing partial is then visible.
+    @cached_property
+    def shards(self) -> list[Shard]:
+        """What this rank writes of a checkpoint, sections `model`, `optimizer` and, where experts are balanced,
+        `routing`. Made once: updates change the tensors in place."""
+        mesh = self.model.mesh
+        owners = Owners(self.model.stored_specs, mesh.rank, mesh.layout.world_size)
+        shards = owners.shards("model", self.model.stored)
+        shards += owners.shards("optimizer", dict(self.optimizer.named_state()))
+        if all(mesh.place(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp")):
+            for part in self.model.parts.values():
+                shards += whole_shards("routing", routing_state(part))
+        return shards
 
-        dataset: what it was trained on; its tokeniser is saved with it, and its key, which names the texts.
-        """
-        values = self._values()
+    def identity(self, config: RunConfig, dataset: Dataset) -> Identity:
+        """What a checkpoint of this moment says of itself. dataset: what the run is trained on; its tokeniser is saved
+        with it, and its key, which names the texts."""
+        return Identity.of_run(
+            config,
+            world_size=self.model.mesh.layout.world_size,
+            state={**self._values(), "dataset": dataset.key},
+            metrics=dict(self.metrics),
+            tokenizer=dataset.tokenizer_directory,
+        )
 
-        def write(sections: Sections) -> Path:
-            return write_checkpoint(
-                directory,
-                step=self.step,
-                config=config,
-                sections=sections,
-                state={**values, "dataset": dataset.key},
-                tokenizer=dataset.tokenizer_directory,
-                metrics=self.metrics,
-            )
-
-        return write_together(self.model, dict(self.optimizer.named_state()), expert_biases(self.model), write)
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Become the state that `checkpoint` holds, whose weights the model has already (`build_state`). Raises
-        `UserError` where it is of another optimiser."""
+    def restore(self, reader: CarefulReader) -> None:
+        """Become the state that a checkpoint holds, whose weights the model has already (`build_state`). All ranks call
+        it. Raises `UserError` where it is of another optimiser, `CorruptedCheckpoint` where its bytes have changed."""
+        checkpoint = reader.checkpoint
         values = checkpoint.state
         try:
-            self.optimizer.load_state(self._slices(checkpoint), int(values["updates"]))
+            self.optimizer.load_state(self._slices(reader), int(values["updates"]))
             if self.scaler:
                 self.scaler.load_state(values["loss_scaler"])
-            self.model.gradients.after_update()  # master weights of another precision may have changed the shards
             best = values["best"]
             self.best = None if best is None else (float(best["value"]), int(best["step"]))
-            set_expert_biases(self.model, dict(checkpoint.tensors("routing")))
+            biases = {name: reader.whole("routing", name) for name in checkpoint.shapes("routing")}
+            set_expert_biases(self.model, biases)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise UserError(f"{checkpoint.path}: its training state cannot be used here: {error}") from None
+            raise UserError(f"{checkpoint.label}: its training state cannot be used here: {error}") from None
+        reader.settle(self.model.mesh)
+        self.model.gradients.after_update()  # master weights of another precision may have changed the shards
         self.step = checkpoint.step
         self.metrics = checkpoint.metrics
 
-    def _slices(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    def _slices(self, reader: CarefulReader) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the optimiser's tensors."""
         known = set(self.model.parameter_names)
-        for full in checkpoint.shapes("optimizer"):
+        for full, shape in reader.checkpoint.shapes("optimizer").items():
             name = full.rpartition("/")[0]
             if name not in known:
                 raise ValueError(f"optimiser state {full} belongs to no parameter of this model")
             if name in self.model.plans:
                 spec = self.model.plans[name].stored
-                tensor = checkpoint.tensor("optimizer", full)
-                if tuple(tensor.shape) != spec.shape:
-                    raise ValueError(f"optimiser state {full}: shape {tuple(tensor.shape)}, expected {spec.shape}")
-                yield full, tensor[spec.slices]
+                if shape != spec.shape:
+                    raise ValueError(f"optimiser state {full}: shape {shape}, expected {spec.shape}")
+                yield full, reader.slice("optimizer", full, spec.bounds)
 
     def _values(self) -> dict[str, Any]:
         return {
@@ -102,13 +107,3 @@ class TrainState:
             "loss_scaler": self.scaler.state() if self.scaler else None,
             "best": self.best and {"value": self.best[0], "step": self.best[1]},
         }
-
-
-def first_not_finite(model: SplitModel) -> str | None:
-    """The name of a parameter with an element that is not finite, the same on every rank; None where all are."""
-    broken = [name for name, tensor in model.stored.items() if not bool(tensor.isfinite().all())]
-    found = torch.tensor(float(bool(broken)), device=model.mesh.device)
-    if not model.mesh.group("world").all_reduce_(found, "max"):
-        return None
-    names: list[str] = [name for names in model.mesh.group("world").gather_objects(broken[:1]) for name in names]
-    return min(names)

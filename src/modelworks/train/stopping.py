@@ -7,6 +7,7 @@ at once; the last complete checkpoint is then what is left.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +18,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._came = 0.0
 
     @property
     def requested(self) -> bool:
@@ -25,7 +27,12 @@ class StopRequest:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = self.signal or signal.Signals(number)
+        if not self.requested:
+            self.signal, self._came = signal.Signals(number), time.monotonic()
+
+    def deadline(self, grace: float) -> float | None:
+        """When, of `time.monotonic`, this process may be killed: `grace` seconds after SIGTERM. Ctrl-C has none."""
+        return self._came + grace if self.signal == signal.SIGTERM else None
 
 
 @contextmanager

@@ -1,0 +1,144 @@
+"""Where a run's checkpoints lie, and from which one it goes on.
+
+Candidates are judged by structure alone: a valid manifest, and all files with their sizes. Bytes are checked while each
+rank reads its slices; where they turn out to be damaged, the run falls back to the next older candidate. Nothing is
+removed on that way: what cannot be used here may still be of use to someone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from modelworks.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointError,
+    Storage,
+    configured_storage,
+    open_checkpoint,
+    open_storage,
+)
+from modelworks.config import RunConfig, UserError
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint by the storage that holds it, a path or URL, and its name there."""
+
+    place: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run goes on from."""
+
+    candidate: Candidate
+    checkpoint: Checkpoint
+
+    @classmethod
+    def open(cls, candidate: Candidate) -> Found:
+        folder = open_storage(candidate.place).folder(candidate.name)
+        return cls(candidate, open_checkpoint(folder))
+
+
+def place_of(config: RunConfig, run_dir: Path) -> str:
+    """Path or URL of the storage that this run saves to."""
+    return config.checkpoint.storage or str(run_dir / "checkpoints")
+
+
+def check_storage(config: RunConfig, place: str, world_size: int, *, resume: bool, overwrite: bool) -> None:
+    """Raise `UserError` where the storage cannot be used, or holds what this run must not touch."""
+    if place.startswith("memory://") and world_size > 1:
+        raise UserError(
+            f"checkpoint.storage: got {place}, expected a place that all {world_size} processes see: memory:// is a "
+            "process's own"
+        )
+    storage = open_storage(place)
+    names = _names(storage)
+    if not names or resume:
+        return
+    if not overwrite:
+        raise UserError(
+            f"checkpoint.storage: {storage.label} already holds checkpoints ({names[-1]} is the newest); go on with "
+            "--resume, start over with --overwrite, or choose another place"
+        )
+    for name in reversed(names):
+        try:
+            owner = open_checkpoint(storage.folder(name)).config.name
+        except (CheckpointError, OSError):
+            continue
+        if owner != config.name:
+            raise UserError(
+                f"checkpoint.storage: {storage.label} holds checkpoints of the run `{owner}`, which --overwrite of "
+                f"`{config.name}` would remove; choose another place"
+            )
+
+
+def find_candidate(
+    config: RunConfig, run_dir: Path, console: Console, unusable: Collection[Candidate] = ()
+) -> Candidate | None:
+    """The newest checkpoint that is complete by its structure; None for a run that was killed before it had one, which
+    starts again.
+
+    unusable: known to be damaged. Raises `UserError` where there are checkpoints and none can be used.
+    """
+    damaged = len(unusable)
+    for place in _places(config, run_dir):
+        storage = open_storage(place)
+        for name in reversed(_names(storage)):
+            candidate = Candidate(place, name)
+            if candidate in unusable:
+                continue
+            folder = storage.folder(name)
+            try:
+                if folder.size(MANIFEST) is None:
+                    console.print(f"{name} is not used: it was never completed (no {MANIFEST})", markup=False)
+                    continue
+                step = open_checkpoint(folder).step
+            except (CheckpointError, OSError) as error:
+                damaged += 1
+                console.print(f"warning: {name} is not used: {error}", markup=False)
+                continue
+            console.print(f"resuming from {folder.label} (step {step})", markup=False)
+            return candidate
+    if damaged:
+        raise UserError(
+            f"cannot resume {run_dir}: no checkpoint of it can be used ({damaged} damaged, see the warnings); nothing "
+            "was changed: bring one back, or start over with --overwrite"
+        )
+    console.print(f"no checkpoint in {run_dir} yet: starting from the beginning", markup=False)
+    return None
+
+
+def newest_checkpoint(config: RunConfig, run_dir: Path) -> str | None:
+    """Path or URL of what a run that was cut short can go on from, as far as its structure tells."""
+    with contextlib.suppress(UserError):
+        candidate = find_candidate(config, run_dir, Console(quiet=True))
+        return None if candidate is None else open_storage(candidate.place).folder(candidate.name).label
+    return None
+
+
+def remove_all(place: str) -> None:
+    """What an earlier run left in a storage outside its directory."""
+    storage = open_storage(place)
+    for name in _names(storage):
+        storage.remove(name)
+
+
+def _names(storage: Storage) -> list[str]:
+    try:
+        return storage.checkpoints()
+    except OSError as error:
+        raise UserError(f"checkpoint.storage: {storage.label} cannot be read: {error.strerror or error}") from None
+
+
+def _places(config: RunConfig, run_dir: Path) -> list[str]:
+    """The storage of the configuration, and where it has changed, that of the run so far."""
+    earlier = configured_storage(run_dir) or str(run_dir / "checkpoints")
+    return list(dict.fromkeys([place_of(config, run_dir), earlier]))
