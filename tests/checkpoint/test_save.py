@@ -70,7 +70,7 @@ def test_one_process(tmp_path: Path, background: bool, scheme: str) -> None:
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2, "pp": 2, "dp_replicate": 2},
+    {"tp": 2, "pp": 2},
     {"dp_shard": 3, "zero": 3},
     {"dp_replicate": 2, "dp_shard": 2, "zero": 1},
 ]
