@@ -67,13 +67,13 @@ def test_every_parameter_is_loaded(run: Path) -> None:
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_aloud(run: Path) -> None:
-    (run / "checkpoints" / "step-00000030" / "model.safetensors").write_bytes(b"")
+    (run / "checkpoints" / "step-00000030" / "rank-00000.safetensors").write_bytes(b"")
     said: list[str] = []
     loaded = load_model("my-run", notify=said.append)
     assert "step 20" in loaded.source
     assert len(said) == 1
     assert "skipped step-00000030" in said[0]
-    assert "model.safetensors: truncated" in said[0]
+    assert "rank-00000.safetensors: truncated" in said[0]
     with pytest.raises(CheckpointError, match="truncated"):
         load_model("my-run@30")
 
@@ -107,9 +107,9 @@ def test_a_damaged_optimizer_does_not_hide_the_model(tmp_path: Path) -> None:
     sections = {"model": weights, "optimizer": {"embedding.weight/exp_avg": torch.ones(4)}}
     directory = tmp_path / "checkpoints"
     path = write_checkpoint(directory, step=7, config=RUN, sections=sections, state={}, tokenizer=None)
-    data = bytearray((path / "optimizer.safetensors").read_bytes())
+    data = bytearray((path / "rank-00000.safetensors").read_bytes())
     data[-1] ^= 1
-    (path / "optimizer.safetensors").write_bytes(data)
+    (path / "rank-00000.safetensors").write_bytes(data)
     assert same(str(tmp_path), 7)
     assert latest_checkpoint(directory) is None
 

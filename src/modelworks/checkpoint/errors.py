@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from modelworks.config.errors import UserError
 
+ADVICE = "use another checkpoint, or copy this one again from where it is whole"
+
 
 class CheckpointError(UserError):
     """A checkpoint or model file that cannot be used: says which file, what is wrong with it and what to do."""

@@ -16,34 +16,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from modelworks.checkpoint.checksums import XXH3, Scheme, digest
-from modelworks.checkpoint.errors import CheckpointError, CorruptedCheckpoint
-from modelworks.checkpoint.formats.safetensors_files import DTYPES, parse_json
-from modelworks.checkpoint.grid import Cuts, cell_volumes, cuts_problem, n_cells
+from modelworks.checkpoint.errors import ADVICE, CheckpointError, CorruptedCheckpoint
+from modelworks.checkpoint.formats.safetensors_files import parse_json
 from modelworks.checkpoint.names import MANIFEST as MANIFEST
 from modelworks.checkpoint.names import MANIFEST_CHECKSUM as MANIFEST_CHECKSUM
 from modelworks.checkpoint.storage import Folder, open_folder
+from modelworks.checkpoint.tensor_entries import TensorEntry, read_entries
 from modelworks.config import ModelConfig, RunConfig
 
 FORMAT = "modelworks-checkpoint"
 VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 28
-ADVICE = "use another checkpoint, or copy this one again from where it is whole"
-_HEX = b"0123456789abcdef"
-_MAX_DIMENSIONS = 64
 _Config = TypeVar("_Config", ModelConfig, RunConfig)
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
-class _Stored(BaseModel):
+class Stored(BaseModel):
     # Keys that this version does not know are ignored: a change that a reader must understand raises the version.
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
 
-class FileEntry(_Stored):
+class FileEntry(Stored):
     """One file. header: digest of all bytes before the tensors of a safetensors file. checksum: of any other file."""
 
     name: str
@@ -52,40 +48,14 @@ class FileEntry(_Stored):
     checksum: str | None = Field(default=None, pattern="^[0-9a-f]{8,16}$")
 
 
-class TokenizerEntry(_Stored):
+class TokenizerEntry(Stored):
     """The tokeniser's files in the checkpoint, and the SHA-256 over their sorted names and contents."""
 
     directory: str
     sha256: str
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """One logical tensor. dtype: the safetensors name. shape: global. files, checksums: of each cell, row-major.
-
-    key: its name inside the files; tied tensors share it, and all of their pieces.
-    """
-
-    section: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    cuts: Cuts
-    files: NDArray[np.int64]
-    checksums: Sequence[str]
-    key: str
-
-    @property
-    def full_name(self) -> str:
-        """For messages."""
-        return f"{self.section}/{self.name}"
-
-    def piece_bytes(self) -> NDArray[np.int64]:
-        """Of every cell."""
-        return cell_volumes(self.cuts) * DTYPES[self.dtype].itemsize
-
-
-class Head(_Stored):
+class Head(Stored):
     """What a manifest says besides files and tensors, the same in all versions."""
 
     format: Literal["modelworks-checkpoint"]
@@ -166,7 +136,8 @@ def read_manifest(where: Folder | Path | str) -> Manifest:
     stored = validated(_Version2, raw, path)
     _check_files(folder, stored.files, sizes)
     scheme = Scheme(XXH3.name, XXH3.digits, stored.block_bytes, XXH3.digest)
-    return Manifest(stored, scheme, stored.files, _tensors(stored, scheme, path))
+    tensors = read_entries(stored.tensors, [file.bytes for file in stored.files], scheme, path)
+    return Manifest(stored, scheme, stored.files, tensors)
 
 
 def validated(kind: type[_Model], raw: Mapping[str, Any], path: str) -> _Model:
@@ -263,96 +234,3 @@ def check_size(folder: Folder, file: FileEntry, size: int | None) -> None:
         raise CorruptedCheckpoint(
             f"{folder.label}/{file.name}: {word} ({size:,} bytes, expected {file.bytes:,}); {ADVICE}"
         )
-
-
-def _tensors(stored: _Version2, scheme: Scheme, path: str) -> list[TensorEntry]:
-    file_bytes = np.array([file.bytes for file in stored.files], np.int64)
-    used = np.zeros(len(file_bytes), np.int64)
-    entries: dict[tuple[str, str], TensorEntry] = {}
-    by_key: dict[str, TensorEntry] = {}
-    for number, raw in enumerate(stored.tensors):
-        entry = _tensor(raw, number, file_bytes, scheme, path)
-        problem = "appears twice" if (entry.section, entry.name) in entries else None
-        first = by_key.setdefault(entry.key, entry)
-        if first is entry:
-            used[entry.files] += entry.piece_bytes()
-            if (used[entry.files] > file_bytes[entry.files]).any():
-                problem = "its files are too short for all that they shall hold"
-        elif not _same_pieces(first, entry):
-            problem = f"shares the key {entry.key!r} with {first.full_name}, but not its pieces"
-        if problem:
-            raise CorruptedCheckpoint(f"{path}: tensor `{entry.full_name}`: {problem}; the manifest is corrupted")
-        entries[entry.section, entry.name] = entry
-    return list(entries.values())
-
-
-def _tensor(raw: Any, number: int, file_bytes: NDArray[np.int64], scheme: Scheme, path: str) -> TensorEntry:
-    fields = raw if isinstance(raw, dict) else {}
-    section, name, dtype = fields.get("section"), fields.get("name"), fields.get("dtype")
-    if not isinstance(section, str) or not isinstance(name, str):
-        raise CorruptedCheckpoint(f"{path}: tensors.{number}: has no section and name; the manifest is corrupted")
-    shape, cuts, files, checksums = (fields.get(key) for key in ("shape", "cuts", "files", "checksums"))
-    key = fields.get("key", f"{section}/{name}")
-    problem = _shape_problem(dtype, shape, cuts)
-    if problem is None:
-        entry = TensorEntry(
-            section, name, dtype, tuple(shape), tuple(map(tuple, cuts)), _whole_numbers(files), checksums, key
-        )
-        problem = _pieces_problem(entry, file_bytes, scheme)
-    if problem:
-        raise CorruptedCheckpoint(f"{path}: tensor `{section}/{name}`: {problem}; the manifest is corrupted")
-    return entry
-
-
-def _shape_problem(dtype: Any, shape: Any, cuts: Any) -> str | None:
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        return f"unknown dtype {dtype!r}"
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
-        return "its shape is no list of sizes"
-    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) * 8 >= 2**63:
-        return f"impossible shape {shape}"
-    return cuts_problem(cuts, shape)
-
-
-def _pieces_problem(entry: TensorEntry, file_bytes: NDArray[np.int64], scheme: Scheme) -> str | None:
-    count, files, checksums = n_cells(entry.cuts), entry.files, entry.checksums
-    if not isinstance(entry.key, str):
-        return "its key is no text"
-    if len(files) != count or not isinstance(checksums, list) or len(checksums) != count:
-        return f"its cuts make {count:,} pieces, but it does not list a file and a checksum for each"
-    if count == 0:
-        return None
-    if files.min() < 0 or files.max() >= len(file_bytes):
-        return "lies in a file that is not among the checkpoint's files"
-    if len(np.unique(files)) != count:
-        return "two of its pieces lie in one file"
-    sizes = entry.piece_bytes()
-    if (sizes > file_bytes[files]).any():
-        return "a piece is larger than the file that it lies in"
-    if set(map(type, checksums)) != {str}:
-        return "its checksums are no text"
-    lengths = np.fromiter(map(len, checksums), np.int64, count)
-    together = "".join(checksums)
-    expected = -(-sizes // scheme.block_bytes) * scheme.digits
-    if (lengths != expected).any() or not together.isascii() or together.encode().translate(None, _HEX):
-        return f"its checksums are not {scheme.digits} hexadecimal digits for each block"
-    return None
-
-
-def _whole_numbers(value: Any) -> NDArray[np.int64]:
-    """A JSON list of whole numbers; no numbers at all where it is something else."""
-    nothing = np.zeros(0, np.int64)
-    if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
-        return nothing
-    try:
-        return np.array(value, np.int64)
-    except OverflowError:
-        return nothing
-
-
-def _same_pieces(one: TensorEntry, other: TensorEntry) -> bool:
-    same = (one.dtype, one.shape, one.cuts) == (other.dtype, other.shape, other.cuts)
-    return same and np.array_equal(one.files, other.files) and list(one.checksums) == list(other.checksums)
-
-
-_Model = TypeVar("_Model", bound=BaseModel)

@@ -16,29 +16,21 @@ import numpy as np
 from pydantic import Field
 
 from modelworks.checkpoint.checksums import CRC32
-from modelworks.checkpoint.errors import CorruptedCheckpoint
+from modelworks.checkpoint.errors import ADVICE, CorruptedCheckpoint
 from modelworks.checkpoint.formats.safetensors_files import DTYPES
 from modelworks.checkpoint.grid import Box, grid_of
-from modelworks.checkpoint.manifest import (
-    ADVICE,
-    MANIFEST,
-    FileEntry,
-    Head,
-    Manifest,
-    TensorEntry,
-    _Stored,
-    validated,
-)
+from modelworks.checkpoint.manifest import MANIFEST, FileEntry, Head, Manifest, Stored, validated
 from modelworks.checkpoint.names import MANIFEST_CRC
 from modelworks.checkpoint.storage import Folder
+from modelworks.checkpoint.tensor_entries import TensorEntry
 
 
-class _File(_Stored):
+class _File(Stored):
     bytes: int = Field(ge=0, lt=2**63)
     crc32: str = Field(pattern="^[0-9a-f]{8}$")
 
 
-class _Piece(_Stored):
+class _Piece(Stored):
     """The box [offset, offset + extent) of a logical tensor, stored under `key` of a safetensors `file`."""
 
     file: str
@@ -49,7 +41,7 @@ class _Piece(_Stored):
     crc32: str = Field(pattern="^[0-9a-f]{8}$")
 
 
-class _Tensor(_Stored):
+class _Tensor(Stored):
     section: str
     name: str
     dtype: str

@@ -9,7 +9,9 @@ resharding.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelworks.checkpoint.errors import CheckpointError, CorruptedCheckpoint
+from modelworks.checkpoint.errors import ADVICE, CheckpointError, CorruptedCheckpoint
 from modelworks.checkpoint.formats.safetensors_files import DTYPES
 from modelworks.checkpoint.grid import Cell, cell_box, cells_in, whole_box
 from modelworks.checkpoint.manifest import (
-    ADVICE,
     FileEntry,
     Manifest,
-    TensorEntry,
     check_size,
     decode_numbers,
     parse_model,
@@ -35,6 +35,7 @@ from modelworks.checkpoint.manifest import (
 from modelworks.checkpoint.names import MANIFEST, MANIFEST_CHECKSUM, MANIFEST_CRC, TEMPORARY
 from modelworks.checkpoint.shard_reader import ShardReader
 from modelworks.checkpoint.storage import Folder, open_folder
+from modelworks.checkpoint.tensor_entries import TensorEntry
 from modelworks.config import ModelConfig, RunConfig
 
 
@@ -54,7 +55,6 @@ class Checkpoint:
         self.folder = folder
         self.manifest = manifest
         self._shards = ShardReader(folder, manifest)
-        self._fetched: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def label(self) -> str:
@@ -103,12 +103,13 @@ class Checkpoint:
         local = self.folder.local()
         if local is not None:
             return local / entry.directory
-        self._fetched = tempfile.TemporaryDirectory(prefix="modelworks-tokenizer-")
+        fetched = Path(tempfile.mkdtemp(prefix="modelworks-tokenizer-"))
+        weakref.finalize(self, shutil.rmtree, fetched, ignore_errors=True)
         for name, data in contents.items():
-            target = Path(self._fetched.name) / name
+            target = fetched / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
-        return Path(self._fetched.name) / entry.directory
+        return fetched / entry.directory
 
     def sections(self) -> list[str]:
         return list(self._sections)

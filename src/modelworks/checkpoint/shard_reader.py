@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from modelworks.checkpoint.errors import CheckpointError, CorruptedCheckpoint
+from modelworks.checkpoint.errors import ADVICE, CheckpointError, CorruptedCheckpoint
 from modelworks.checkpoint.formats.safetensors_files import (
     DTYPES,
     TensorInfo,
@@ -25,8 +25,9 @@ from modelworks.checkpoint.formats.safetensors_files import (
     read_prefix,
 )
 from modelworks.checkpoint.grid import Box, Cell, box_shape, overlap, within
-from modelworks.checkpoint.manifest import ADVICE, Manifest, TensorEntry
+from modelworks.checkpoint.manifest import Manifest
 from modelworks.checkpoint.storage import Folder
+from modelworks.checkpoint.tensor_entries import TensorEntry
 
 BUFFER_BYTES = 1 << 28  # of a piece that is read in parts, at once
 

@@ -15,10 +15,11 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import fsspec
+import fsspec  # type: ignore[import-untyped, unused-ignore]
 
 from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.faults import reached
@@ -120,13 +121,20 @@ class UrlWritable:
         with _as_os_error(self._label):
             if not _is_object_store(self._system):
                 self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if not file.endswith(".safetensors"):  # small, and the manifest must not be seen before it is whole
+            collected = BytesIO()
+            yield collected
+            with _as_os_error(self._label):
+                self._system.pipe_file(path, collected.getvalue())
+            return
+        with _as_os_error(self._label):
             opened = self._system.open(path, "wb")
         try:
+            yield _Upload(opened, self._label)
             with _as_os_error(self._label):
-                yield opened
                 opened.close()
         except BaseException:
-            # Closing it would make half a file appear.
+            # Closing it, as its finalizer would, makes half a file appear.
             with suppress(Exception):
                 opened.discard()
             with suppress(AttributeError):  # a buffer in memory is no file of fsspec's
@@ -143,6 +151,17 @@ class UrlWritable:
     def remove(self, file: str) -> None:
         with _as_os_error(self._label):
             _remove(self._system, f"{self._path}/{file}")
+
+
+class _Upload:
+    """An open file whose failures are OSErrors; what else is raised while it is open passes unchanged."""
+
+    def __init__(self, opened: Any, label: str) -> None:
+        self._opened, self._label = opened, label
+
+    def write(self, data: Any) -> int:
+        with _as_os_error(self._label):
+            return int(self._opened.write(data))
 
 
 class UrlStorage:
