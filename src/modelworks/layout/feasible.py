@@ -34,6 +34,8 @@ def check_layout(config: RunConfig, world_size: int | None = None) -> None:
         return
     near = nearest_layouts(config, world_size or needed)
     hint = f"; nearest layouts that work: {', or '.join(near)}" if near else ""
+    if world_size is not None and world_size < needed:
+        hint += "; or parallel.elastic=true, with which a run goes on with the processes that there are"
     raise UserError("; ".join(problems) + hint)
 
 
