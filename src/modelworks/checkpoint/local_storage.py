@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from modelworks.checkpoint.names import LATEST, REMOVED, REPLACED, TEMPORARY, ch
 from modelworks.checkpoint.storage import check_inside
 
 _ATTEMPT = re.compile(r"(.+)-[0-9a-f]{8}$")
+_LARGE = 1 << 20  # bytes
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -259,13 +260,19 @@ class _File:
     """An open file that writes all it is given."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._descriptor, self._end = descriptor, 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         size = len(view)
         while len(view):
             view = view[os.write(self._descriptor, view) :]
+        if size >= _LARGE and hasattr(os, "posix_fadvise"):
+            # The disk begins at once instead of at the fsync: half as much time again for gigabytes. And what was
+            # written does not push out what training reads.
+            with suppress(OSError):
+                os.posix_fadvise(self._descriptor, self._end, size, os.POSIX_FADV_DONTNEED)
+        self._end += size
         return size
 
 
