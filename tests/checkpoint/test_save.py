@@ -167,10 +167,11 @@ def test_storage_that_hangs_keeps_nobody(tmp_path: Path, workers: WorkerPool) ->
 
 
 def test_a_save_in_flight(tmp_path: Path) -> None:
-    goes_on = threading.Event()
+    writes, goes_on = threading.Event(), threading.Event()
 
     def hold(point: str) -> None:
         if point == "before a shard file":
+            writes.set()
             goes_on.wait()
 
     saver = Saver(MESH, open_storage(tmp_path), background=True)
@@ -179,7 +180,8 @@ def test_a_save_in_flight(tmp_path: Path) -> None:
     with at_each_point(hold):
         saver.begin(1, shards_of(MESH, 1), identity(1))
         assert saver.in_flight
-        assert saver.poll() is None
+        while not writes.is_set():
+            assert saver.poll() is None
         assert saver.wait(limit=0.01) is None
         with pytest.raises(RuntimeError, match="a save is in flight"):
             saver.begin(2, shards_of(MESH, 2), identity(2))

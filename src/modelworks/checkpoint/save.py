@@ -1,6 +1,6 @@
 """`Saver`: a checkpoint written by all ranks of a run, in two phases, while training goes on.
 
-    opening   rank 0 makes room in the storage; meanwhile every rank copies its shards into staging memory
+    opening   every rank copies its shards into staging memory, and rank 0 makes room in the storage
     writing   every rank writes its shard files and its part file, each durable
     ending    where all have: rank 0 writes the manifest, makes the checkpoint visible, moves `latest` and removes what
               is not kept any more. Where one failed: rank 0 removes the attempt, and nothing older
@@ -70,10 +70,10 @@ class Outcome:
 
 
 class Saver:
-    """All ranks make one and call its methods at the same points of their main threads.
+    """All ranks make one with the same settings and call its methods at the same points of their main threads.
 
     background: `begin` returns once the shards are copied; otherwise when the checkpoint is written. staging_limit:
-    bytes of host memory that this rank copies into; what does not fit is written before `begin` returns.
+    bytes of host memory that a rank copies into; what does not fit is written before `begin` returns.
     retention: what is kept; rank 0 removes the rest after each save, in its thread.
     """
 
@@ -88,6 +88,7 @@ class Saver:
     ) -> None:
         self._mesh, self._world, self._storage = mesh, mesh.group("world"), storage
         self._background, self._retention = background, retention
+        self._may_hold = not background or staging_limit is not None
         self._staging = Staging(mesh.device, staging_limit)
         self._flight: _Flight | None = None
         self._ended: Outcome | None = None
@@ -104,15 +105,16 @@ class Saver:
             raise RuntimeError("a save is in flight: its outcome has to be taken first, by poll() or wait()")
         started = time.perf_counter()
         flight = self._flight = _Flight(step, identity)
-        if self._mesh.rank == 0:
-            flight.start(lambda: self._open(flight))
         try:
             flight.taken = self._staging.take(shards) if self._background else Taken([], list(shards))
         except (RuntimeError, MemoryError) as error:  # torch says so where there is not enough memory
             flight.error = f"no memory to copy the state into: {_words(error)}"
         if flight.taken.live and self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)  # a thread's copies do not wait for other streams
-        while self._meet(flight).held and self._flight is not None:
+        if self._mesh.rank == 0:  # not before: the copy need not share the interpreter
+            flight.start(lambda: self._open(flight))
+        # Where all is copied no rank waits for another here: writing begins at the next meeting.
+        while self._may_hold and self._flight is not None and self._meet(flight).held:
             flight.wait(_PERIOD)
         flight.stall_seconds = time.perf_counter() - started
         if self._ended is not None:

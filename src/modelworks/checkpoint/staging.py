@@ -55,8 +55,8 @@ class Staging:
             used += size
         tensors = [shard.tensor.detach() for shard in fits]
         self._make_copies(tensors, used)
-        if tensors:
-            torch._foreach_copy_(self._copies, tensors, non_blocking=True)
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return Taken([replace(s, tensor=copy) for s, copy in zip(fits, self._copies, strict=True)], live)
