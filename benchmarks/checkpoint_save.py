@@ -82,9 +82,10 @@ def measure(rank: int, directory: str, shape: dict[str, int], rounds: int) -> di
     config = RunConfig(model=ModelConfig(**shape), data={"tokenizer": {"train": "bpe", "vocab_size": 4096}})
     shards = state_of(config.model, rank, ranks)
     where = Path(directory)
-    contenders = [Memory(shards), Disk(shards, where), Ours(mesh, config, shards, where, background=False)]
-    contenders += [Ours(mesh, config, shards, where, background=True)]
-    contenders += [Dcp(rank, shards, where, kind) for kind in ("dcp", "dcp_async", "dcp_staged")]
+    contenders: list[Contender] = [Dcp(rank, shards, where, kind) for kind in ("dcp", "dcp_async", "dcp_staged")]
+    contenders.append(Ours(mesh, config, shards, where, background=False))
+    # Side by side, because the ratios that matter most are between these.
+    contenders += [Disk(shards, where), Memory(shards), Ours(mesh, config, shards, where, background=True)]
     taken: dict[str, list[Measured]] = {contender.name: [] for contender in contenders}
     for number in range(rounds):
         for contender in contenders:
