@@ -134,8 +134,16 @@ class _Saved:
         return self._by_parameter(groups) if self.stage == 3 else self._by_group(groups)
 
     def frozen(self) -> dict[str, LazyTensor]:
-        """Parameters that were not trained, in float32."""
+        """Parameters that were not trained, in float32. Stage 1 does not list them: they are those of the model that no
+        group holds."""
         found = {}
+        if self.stage < 3:
+            grouped = {name for shapes in self._model["param_shapes"] for name in shapes}
+            shared = set(self._model.get("shared_params") or ())
+            buffers = set(self._model.get("buffer_names") or ())
+            for name, tensor in self._model["module"].items():
+                if name not in grouped | shared | buffers:
+                    found[_bare(name)] = _joined([_Run([tensor], 0, tensor.numel)], tensor.shape)
         for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
             fragments = [saved["frozen_param_fragments"][name] for saved in self._models]
             runs = [_Run([fragment], 0, fragment.numel) for fragment in fragments]

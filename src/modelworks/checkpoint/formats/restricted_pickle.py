@@ -66,6 +66,7 @@ _INERT_NAMES = {
     ("types", "SimpleNamespace"),
     ("builtins", "int"),  # what a defaultdict makes its values with
     ("builtins", "float"),
+    ("torch", "Tensor"),
     ("torch", "device"),
     ("torch", "Generator"),
 }
@@ -294,6 +295,7 @@ class _Unpickler(pickle.Unpickler):
             ("torch._utils", "_rebuild_tensor_v3"): _Callable(self._typed_tensor),
             ("torch._utils", "_rebuild_parameter"): _Callable(lambda tensor, *_: tensor),
             ("torch._utils", "_rebuild_parameter_with_state"): _Callable(lambda tensor, *_: tensor),
+            ("torch._tensor", "_rebuild_from_type_v2"): _Callable(_without_attributes),
             ("torch.storage", "UntypedStorage"): torch.uint8,
         }
         self._known |= {("torch", name): dtype for name, dtype in {**_DTYPES, **_TORCH_DTYPES}.items()}
@@ -347,6 +349,13 @@ class _Unpickler(pickle.Unpickler):
         if math.prod(shape) * dtype.itemsize > storage.end - storage.begin:
             raise CheckpointError(f"{self._path}: a tensor of shape {tuple(shape)} is larger than its storage")
         return StoredTensor(self._path, storage.begin, storage.end, dtype, offset, tuple(shape), tuple(stride))
+
+
+def _without_attributes(rebuild: Any, _kind: Any, arguments: Any, _state: Any) -> Any:
+    """A tensor that carried attributes, without them."""
+    if not isinstance(rebuild, _Callable):
+        raise pickle.UnpicklingError("a tensor that is rebuilt by something else than torch's functions")
+    return rebuild(*arguments)
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
