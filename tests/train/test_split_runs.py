@@ -232,6 +232,24 @@ def test_a_full_disk_is_a_warning_on_every_rank(split: Split, whole: Whole, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero3", "pp2"])
+def test_damage_that_only_the_last_rank_reads_sends_all_back(
+    name: str, split: Split, finished: Any, tmp_path: Path
+) -> None:
+    """To the checkpoint before it, from where the run goes on bit for bit."""
+    run_dir = tmp_path / "run"
+    split(run_dir, *LAYOUTS[name], job=split_jobs.stopped, step=6)
+    newest = run_dir / "checkpoints" / "step-00000007"
+    file = newest / "rank-00001.safetensors"  # what the last rank wrote, and in this layout it alone reads
+    text = bytearray(file.read_bytes())
+    text[-5] ^= 1
+    file.write_bytes(text)
+    split(run_dir, *LAYOUTS[name], resume=True)
+    assert events(run_dir, "resume") == ["resumed at step 6"]
+    assert_same_bits(run_dir, finished(name)[0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp2-tp2", "pp2"])
 def test_a_loss_that_is_not_finite_is_told_alike_on_all_ranks(name: str, split: Split, tmp_path: Path) -> None:
     told = split(tmp_path / "run", *LAYOUTS[name], job=split_jobs.broken, step=2)
