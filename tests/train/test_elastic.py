@@ -43,8 +43,10 @@ def unbroken(tiny_config: Any, tiny_machine: Any, tmp_path_factory: pytest.TempP
 
 
 @contextmanager
-def agents(place: Path, count: int, *words: str) -> Iterator[tuple[list[subprocess.Popen[str]], IO[str]]]:
-    """torchrun so many times, with two processes each, and what all of them print; none is left behind."""
+def agents(
+    place: Path, count: int, *words: str, ranks_each: int = 2
+) -> Iterator[tuple[list[subprocess.Popen[str]], IO[str]]]:
+    """torchrun so many times, and what all of its processes print; none is left behind."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -54,8 +56,14 @@ def agents(place: Path, count: int, *words: str) -> Iterator[tuple[list[subproce
     try:
         for number in range(count):
             quick = f"is_host={number == 0},last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=3"
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{count}", "--nproc-per-node=2"]
-            command += ["--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=test", f"--rdzv-conf={quick}"]
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{count}"]
+            command += [
+                f"--nproc-per-node={ranks_each}",
+                "--max-restarts=2",
+                "--rdzv-backend=c10d",
+                "--rdzv-id=test",
+                f"--rdzv-conf={quick}",
+            ]
             command += [f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "modelworks", "train", "tiny.yaml", "--resume"]
             with (place / f"agent-{number}.txt").open("w") as errors:
                 process = subprocess.Popen(
@@ -125,6 +133,16 @@ def test_with_half_of_its_processes_the_same_run_goes_on(place: Path, unbroken: 
     assert_close(series(run_dir, "train/loss"), unbroken)
     assert Layout.of(load_run_config(run_dir / "config.yaml").parallel).world_size == 2
     assert any(text.startswith("changed on resume: parallel.dp_shard: 4 -> 2") for text in events(run_dir, "remark"))
+
+
+def test_a_process_that_no_layout_can_use_leaves(place: Path, unbroken: list[tuple[int, float]]) -> None:
+    """Three processes for eight rows: two of them share the rows."""
+    more = ["parallel.dp_replicate=4", "parallel.elastic=true", "name=three"]
+    with agents(place, 1, *more, "train.duration=4 steps", ranks_each=3) as ([agent], output):
+        said = output.read()
+        assert agent.wait(60) == 0, (place / "agent-0.txt").read_text()
+    assert "there are 3: going on with dp_replicate=2 (1 of them idle); the global batch stays 8" in said
+    assert [step for step, _ in series(place / "runs" / "three", "train/loss")] == [1, 2, 3, 4]
 
 
 def test_without_elastic_fewer_processes_are_refused(place: Path) -> None:

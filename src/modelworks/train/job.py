@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from modelworks.checkpoint import CorruptedCheckpoint
+from modelworks.checkpoint import CorruptedCheckpoint, configured_storage
 from modelworks.config import RunConfig, training_flops_per_token
 from modelworks.data import Dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine
@@ -81,7 +81,7 @@ def train(
         prepared, state, memory, memory_report = start.begin()
         earlier_summary = run_directory.read_summary(run_dir) if not overwrite else {}
         if mesh.is_main:
-            _take_over(run_dir, prepared, state.step, overwrite=overwrite)
+            _take_over(run_dir, prepared, state.step, console, overwrite=overwrite)
         log = RunLog(run_dir if mesh.is_main else None, first_step=state.step)
         held.callback(log.close)
         _say_and_record(prepared, state, log, console)
@@ -184,9 +184,12 @@ class _Start:
         return state
 
 
-def _take_over(run_dir: Path, prepared: Prepared, step: int, *, overwrite: bool) -> None:
+def _take_over(run_dir: Path, prepared: Prepared, step: int, console: Console, *, overwrite: bool) -> None:
     """The directory is this run's from here on."""
     if overwrite:
+        earlier = configured_storage(run_dir)
+        if earlier not in (None, prepared.place):
+            console.print(f"the earlier run's checkpoints in {earlier} are left as they are", markup=False)
         run_directory.clear(run_dir)
         if prepared.derived.config.checkpoint.storage is not None:
             remove_all(prepared.place)
