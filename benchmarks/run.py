@@ -14,6 +14,8 @@ import subprocess
 import sys
 
 MINUTES = {
+    "checkpoint_load": 3,
+    "checkpoint_planning": 1,
     "loader": 1,
     "loss_memory": 4,
     "parallel": 14,

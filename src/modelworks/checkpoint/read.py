@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelworks.checkpoint.block_checks import BlockChecks
 from modelworks.checkpoint.errors import ADVICE, CheckpointError, CorruptedCheckpoint
 from modelworks.checkpoint.formats.safetensors_files import DTYPES
 from modelworks.checkpoint.grid import Cell, cell_box, cells_in, whole_box
@@ -203,8 +204,9 @@ class Checkpoint:
 
     def _read(self, entry: TensorEntry, bounds: tuple[tuple[int, int], ...]) -> Tensor:
         out = torch.empty([stop - start for start, stop in bounds], dtype=DTYPES[entry.dtype])
-        for cell in cells_in(entry.cuts, bounds):
-            self._shards.read(entry, cell, bounds, out)
+        with BlockChecks(self.manifest.scheme) as checks:
+            for cell in cells_in(entry.cuts, bounds):
+                self._shards.read(entry, cell, bounds, out, checks)
         return out
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from modelworks.checkpoint.block_checks import PENDING, BlockChecks
 from modelworks.checkpoint.errors import ADVICE, CheckpointError, CorruptedCheckpoint
 from modelworks.checkpoint.formats.safetensors_files import (
     DTYPES,
@@ -50,28 +51,34 @@ class ShardReader:
         self._folder, self._manifest, self._scheme = folder, manifest, manifest.scheme
         self._headers: dict[int, tuple[int, dict[str, TensorInfo]]] = {}
 
-    def read(self, tensor: TensorEntry, cell: Cell, box: Box, out: Tensor) -> None:
-        """Fill `out` (on the CPU, of the box's shape) with the elements that `box` and the cell share."""
+    def read(self, tensor: TensorEntry, cell: Cell, box: Box, out: Tensor, checks: BlockChecks) -> None:
+        """Fill `out` (on the CPU, of the box's shape) with the elements that `box` and the cell share.
+
+        They may be used once `checks` has ended.
+        """
         place = self._place(tensor, cell)
         shared = overlap(cell.box, box)
         target = out[within(shared, box)]
         if shared == cell.box and target.is_contiguous():
-            self._read_blocks(place, 0, memoryview(byte_view(target)))
+            self._read_blocks(place, 0, memoryview(byte_view(target)), checks)
             return
         for part in _parts(cell.box, shared, out.element_size(), max(BUFFER_BYTES, self._scheme.block_bytes)):
             target = out[within(part, box)]
-            target.copy_(self._read_part(place, cell.box, part, out.dtype))
+            target.copy_(self._read_part(place, cell.box, part, out.dtype, checks))
 
     def check(self, tensor: TensorEntry, cell: Cell) -> int:
         """Read a piece only to check it; returns its bytes."""
         place = self._place(tensor, cell)
         step = min(self._scheme.block_bytes, place.size)
-        buffer = memoryview(bytearray(step))
-        for start in range(0, place.size, step):
-            self._read_blocks(place, start, buffer[: min(step, place.size - start)])
+        starts = range(0, place.size, step) if step else ()
+        buffers = [memoryview(bytearray(step)) for _ in range(min(len(starts), PENDING + 1))]
+        with BlockChecks(self._scheme) as checks:
+            for number, start in enumerate(starts):
+                buffer = buffers[number % len(buffers)]
+                self._read_blocks(place, start, buffer[: min(step, place.size - start)], checks)
         return place.size
 
-    def _read_part(self, place: _Place, cell: Box, part: Box, dtype: torch.dtype) -> Tensor:
+    def _read_part(self, place: _Place, cell: Box, part: Box, dtype: torch.dtype, checks: BlockChecks) -> Tensor:
         """A box inside a piece, as a view of a buffer that holds the blocks from its first to its last element."""
         shape, first = box_shape(part), [a - c for (a, _), (c, _) in zip(part, cell, strict=True)]
         strides = _strides(box_shape(cell))
@@ -84,25 +91,20 @@ class ShardReader:
         needed = _blocks_with_elements(shape, strides, dtype.itemsize, low - begin, step, end_block - first_block)
         view = memoryview(byte_view(buffer))
         for start, stop in _runs(needed):
-            self._read_blocks(place, begin + start * step, view[start * step : stop * step])
+            self._read_blocks(place, begin + start * step, view[start * step : stop * step], checks)
         return buffer.view(dtype).as_strided(shape, strides, (low - begin) // dtype.itemsize)
 
-    def _read_blocks(self, place: _Place, start: int, buffer: memoryview) -> None:
-        """Whole blocks of a piece, from byte `start` of it, each checked."""
+    def _read_blocks(self, place: _Place, start: int, buffer: memoryview, checks: BlockChecks) -> None:
+        """Whole blocks of a piece, from byte `start` of it."""
         step = self._scheme.block_bytes
+        where = f"{self._folder.label}/{place.file}"
         for offset in range(0, len(buffer), step):
             block = buffer[offset : offset + step]
             filled = self._folder.read_into(place.file, place.start + start + offset, block)
             if filled != len(block):
-                raise CorruptedCheckpoint(
-                    f"{self._folder.label}/{place.file}: truncated: ends inside tensor `{place.tensor}`; {ADVICE}"
-                )
+                raise CorruptedCheckpoint(f"{where}: truncated: ends inside tensor `{place.tensor}`; {ADVICE}")
             index = (start + offset) // step
-            if self._scheme.digest(block) != self._scheme.of_block(place.digests, index):
-                raise CorruptedCheckpoint(
-                    f"{self._folder.label}/{place.file}: the checksum of tensor `{place.tensor}` differs "
-                    f"(block {index}): bytes on disk have changed; {ADVICE}"
-                )
+            checks.add(block, self._scheme.of_block(place.digests, index), where, place.tensor, index)
 
     def _place(self, tensor: TensorEntry, cell: Cell) -> _Place:
         number = int(tensor.files[cell.index])
