@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from modelworks.checkpoint.grid import Box, cells_in, within
+from modelworks.checkpoint.grid import Box, cells_in, n_cells, within
 from modelworks.layout import ShardSpec, split_evenly
 
 # Parts are at most this fraction of an even share of the elements: then no rank writes much more than that share.
@@ -128,6 +128,8 @@ def _aligned(shape: tuple[int, ...], boxes: Mapping[Box, list[int]]) -> list[tup
         tuple(sorted({0, size, *(edge for box in boxes for edge in box[dimension])}))
         for dimension, size in enumerate(shape)
     )
+    if len(boxes) == n_cells(cuts):  # they cover the tensor, so each of them is one cell
+        return list(boxes.items())
     cells = []
     for box, ranks in boxes.items():
         inside = [cell.box for cell in cells_in(cuts, box)]
@@ -139,6 +141,9 @@ def _cut_cells(cells: Sequence[tuple[Box, list[int]]], most: int) -> Iterator[tu
     """Each cell as parts of about `most` elements and no more than it has holders. All cells of a tensor are cut along
     the same dimension into as many parts, so that a grid stays one."""
     holders = min(len(ranks) for _, ranks in cells)
+    if holders == 1:
+        yield from (([box], ranks) for box, ranks in cells)
+        return
     wanted = min(holders, -(-max(_volume(box) for box, _ in cells) // most))
     sizes = [min(stop - start for start, stop in edges) for edges in zip(*(box for box, _ in cells), strict=True)]
     if wanted <= 1 or not sizes or max(sizes) <= 1:

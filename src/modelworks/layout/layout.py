@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import astuple, dataclass, fields, replace
+import operator
+from dataclasses import dataclass, fields, replace
 
 from modelworks.config import ParallelConfig, UserError
 
@@ -83,7 +84,8 @@ class Layout:
     def rank(self, coordinates: Coordinates) -> int:
         """The inverse of `coordinates`."""
         rank = 0
-        for axis, place, degree in zip(AXES, astuple(coordinates), self.degrees, strict=True):
+        for axis, degree in zip(AXES, self.degrees, strict=True):
+            place = getattr(coordinates, axis)
             if not 0 <= place < degree:
                 raise IndexError(f"{axis} {place} is outside a degree of {degree}")
             rank = rank * degree + place
@@ -135,8 +137,15 @@ class Layout:
         return self.ranks(rank, group).index(rank)
 
     def _product(self, here: Coordinates, axes: tuple[str, ...]) -> tuple[int, ...]:
-        places = itertools.product(*(range(self.degrees[AXES.index(axis)]) for axis in axes))
-        return tuple(self.rank(replace(here, **dict(zip(axes, place, strict=True)))) for place in places)
+        """The ranks that differ from `here` along `axes` only, the last of them running fastest."""
+        strides, stride = {}, 1
+        for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
+            strides[axis] = stride
+            stride *= degree
+        first = self.rank(replace(here, **dict.fromkeys(axes, 0)))
+        degrees = (range(self.degrees[AXES.index(axis)]) for axis in axes)
+        steps = tuple(strides[axis] for axis in axes)
+        return tuple(first + sum(map(operator.mul, place, steps)) for place in itertools.product(*degrees))
 
     def _expert_ranks(self, data: tuple[int, ...], place: int, group: str) -> tuple[int, ...]:
         """Ranks that hold the same experts. Those of one replica shard them, unless an expert group leaves it."""
