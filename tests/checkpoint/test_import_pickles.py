@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import pickle
+import random
 import sys
 import types
 import zipfile
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from modelworks.checkpoint import CheckpointError
 from modelworks.checkpoint.formats.restricted_pickle import Inert, StoredTensor, read_pickle, read_torch_file
+from modelworks.checkpoint.formats.torch_distributed import open_distributed
 
 
 class Calls:
@@ -223,3 +225,31 @@ def test_sizes_are_not_believed(tmp_path: Path) -> None:
             target.writestr(member, data)
     with pytest.raises(CheckpointError, match="storage 0 has 28 bytes, expected 8 elements"):
         read_torch_file(path)
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def test_changed_bytes_end_in_an_error_or_a_value(tmp_path: Path) -> None:
+    """Metadata that a real package wrote, with bytes changed, cut and doubled: no other error than ours comes out."""
+    text = (FIXTURES / "megatron-llama" / "iter_0000003" / ".metadata").read_bytes()
+    draw = random.Random(0)
+    refused = []
+    for _ in range(400):
+        changed = bytearray(text)
+        for _ in range(draw.randint(1, 4)):
+            place = draw.randrange(len(changed))
+            kind = draw.randrange(3)
+            if kind == 0:
+                changed[place] = draw.randrange(256)
+            elif kind == 1:
+                del changed[place : place + draw.randint(1, 20)]
+            else:
+                changed[place:place] = changed[place : place + draw.randint(1, 20)]
+        (tmp_path / ".metadata").write_bytes(changed)
+        try:
+            open_distributed(tmp_path)
+        except CheckpointError as error:
+            refused.append(str(error))
+    assert len(refused) > 200
+    assert all(len(message.splitlines()) == 1 for message in refused)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from modelworks.checkpoint import open_checkpoint, open_storage, write_checkpoint
+from modelworks.checkpoint import explain_unfinished, open_checkpoint, open_storage, write_checkpoint
+from modelworks.checkpoint.storage import open_folder
 from modelworks.cli.main import main
 from modelworks.config import dump_yaml
 from modelworks.models import Transformer, initialize
@@ -168,13 +169,26 @@ def test_show_against(run: Path, tmp_path: Path, tiny_config: Any, call: Any) ->
 
 def test_show_explains_a_half_written_one(run: Path, call: Any) -> None:
     directory = half_written(run)
+    _, by_step, _ = call("show", "tiny@400", "--json")
     code, out, _ = call("show", directory, "--json")
     assert code == 0
+    assert result(by_step)["reasons"] == result(out)["reasons"]
     reasons = result(out)["reasons"]
     assert "rank 0 finished writing (the part file is there)" in reasons
     assert "rank 2 began and did not finish (shard files, but no part file)" in reasons
     assert reasons[-1].startswith("manifest.json is missing")
     assert result(out)["complete"] is False
+
+
+def test_ranks_that_wrote_nothing_are_named(run: Path) -> None:
+    folder = open_folder(half_written(run))
+    assert "ranks 1, 3 of 4 wrote nothing" in list(explain_unfinished(folder, 4))
+    for rank in (1, 2, 3):
+        (run / "checkpoints" / ".tmp-step-00000400-0123abcd" / f"rank-0000{rank}.json").write_text("{}")
+    assert list(explain_unfinished(folder, 4))[1:] == [
+        "ranks 0, 1, 2, 3 finished writing (the part file is there)",
+        "manifest.json is missing, which rank 0 was about to write",
+    ]
 
 
 def test_verify(run: Path, call: Any) -> None:

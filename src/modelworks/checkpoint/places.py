@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelworks.checkpoint.errors import CheckpointError
+from modelworks.checkpoint.local_storage import LocalStorage
 from modelworks.checkpoint.locate import RUNS, configured_storage, locate_model
 from modelworks.checkpoint.manifest import read_manifest
 from modelworks.checkpoint.names import MANIFEST, TEMPORARY, checkpoint_directories, is_step, step_name, step_number
@@ -51,7 +52,7 @@ def find_folder(text: str) -> Folder:
         return open_folder(name if is_url(name) else Path(name).expanduser())
     storage = find_storage(name).storage
     names = storage.checkpoints()
-    if not names:
+    if not names and not selector.isdigit():
         raise CheckpointError(f"{storage.label}: no checkpoint is here")
     if selector == "best":
         found = locate_model(text, lambda _: None).folder
@@ -67,8 +68,11 @@ def find_folder(text: str) -> Folder:
         return storage.folder(complete[-1])
     wanted = step_name(int(selector)) if selector.isdigit() else selector
     if wanted not in names:
+        attempts = sorted(storage.path.glob(f"{TEMPORARY}{wanted}-*")) if isinstance(storage, LocalStorage) else []
+        if attempts and is_step(wanted):
+            return open_folder(attempts[-1])
         steps = ", ".join(str(step_number(name)) for name in names[-8:])
-        raise CheckpointError(f"{text}: no such step; there are latest, best, {steps}")
+        raise CheckpointError(f"{text}: no such step; there are {f'latest, best, {steps}' if names else 'none'}")
     return storage.folder(wanted)
 
 

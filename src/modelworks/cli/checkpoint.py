@@ -137,7 +137,7 @@ def prune(
     place: Place,
     keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="Keep this many of the newest.")] = 1,
     keep_every: Annotated[int | None, typer.Option("--keep-every", min=1, help="Keep multiples of N steps.")] = None,
-    best: Annotated[str | None, typer.Option("--best", help="Keep the best by this metric, e.g. val/loss.")] = None,
+    best: Annotated[str | None, typer.Option("--best", help="Keep the best by this metric, e.g. val_loss.")] = None,
     highest: Annotated[bool, typer.Option("--highest", help="With --best: the highest value is the best.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, remove nothing.")] = False,
     json: JsonFlag = False,
@@ -147,7 +147,7 @@ def prune(
     Damaged and half-written ones are neither counted nor removed.
 
     Example:
-    modelworks checkpoint prune my-run --keep-last 3 --keep-every 1000 --best val/loss --dry-run
+    modelworks checkpoint prune my-run --keep-last 3 --keep-every 1000 --best val_loss --dry-run
     """
     from modelworks.checkpoint import Retention, find_storage
 
@@ -244,7 +244,7 @@ def _verify(folder: Folder, output: Output) -> int:
     count = max(1, min(1000, -(-total // _PROGRESS_BYTES)))
     checked = 0
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=output.console, transient=True) as bar:
+    with Progress(*columns, console=output.console, transient=True, disable=not output.console.is_terminal) as bar:
         task = bar.add_task(folder.name, total=total)
         for index in range(count):
             checked += opened.verify(part=(index, count))

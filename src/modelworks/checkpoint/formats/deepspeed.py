@@ -56,7 +56,9 @@ def open_deepspeed(directory: Path, config: ModelConfig) -> ModelSource:
     """The model, its tensors still on disk. Raises CheckpointError naming what does not fit the config."""
     try:
         return _open(directory, config)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{directory}: not as DeepSpeed writes checkpoints ({error!r})") from None
 
 

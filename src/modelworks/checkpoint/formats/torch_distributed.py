@@ -84,7 +84,7 @@ def open_distributed(directory: Path) -> dict[str, DistributedTensor]:
             for name, entry in metadata.fields()["state_dict_metadata"].items()
             if entry.kind == f"{_MODULE}.TensorStorageMetadata"
         }
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{where}: not the metadata that torch writes ({error!r})") from None
 
 
