@@ -22,6 +22,7 @@ from modelworks.checkpoint.faults import at_each_point
 from modelworks.config import UserError
 from modelworks.records import read_records
 from modelworks.train import loop, newest_checkpoint, train
+from modelworks.train.resuming import check_storage, place_of
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], Any]) -> None:
@@ -323,3 +324,16 @@ def test_a_storage_that_is_gone_in_the_middle(
     assert warning.startswith("step 6: the checkpoint could not be written (")
     assert warning.endswith("; the last good checkpoint is step-00000004")
     assert saved(tmp_path / "run") == ["step-00000002", "step-00000004", "step-00000008"]
+
+
+def test_memory_of_one_process_is_no_storage_for_many(tiny_config: Any, tmp_path: Path) -> None:
+    config = tiny_config("checkpoint.storage=memory://somewhere", "parallel.dp_replicate=2")
+    with pytest.raises(UserError, match="got memory://somewhere, expected a place that all 2 processes see"):
+        check_storage(config, place_of(config, tmp_path), 2, resume=False, overwrite=False)
+
+
+def test_a_storage_that_cannot_be_reached_is_one_line(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, words in ((tmp_path / "file" / "inside", "Not a directory"), ("nosuch://bucket", "nosuch")):
+        with pytest.raises(UserError, match=words):
+            train(tiny_config(f"checkpoint.storage={place}"), tmp_path / "run", resume=True, machine=tiny_machine)

@@ -8,6 +8,7 @@ removed on that way: what cannot be used here may still be of use to someone.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ def check_storage(config: RunConfig, place: str, world_size: int, *, resume: boo
             "process's own"
         )
     storage = open_storage(place)
+    _check_directory(storage)
     names = _names(storage)
     if not names or resume:
         return
@@ -129,6 +131,19 @@ def remove_all(place: str) -> None:
     storage = open_storage(place)
     for name in _names(storage):
         storage.remove(name)
+
+
+def _check_directory(storage: Storage) -> None:
+    """A directory must be there or can be made, and be ours to write to: rather now than at the first save."""
+    inside = storage.folder("any").local()
+    if inside is None:
+        return
+    try:
+        inside.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"checkpoint.storage: {inside.parent} cannot be used: {error.strerror}") from None
+    if not os.access(inside.parent, os.W_OK | os.X_OK):
+        raise UserError(f"checkpoint.storage: {inside.parent} cannot be written to")
 
 
 def _names(storage: Storage) -> list[str]:

@@ -182,6 +182,7 @@ def build_checkpoints(
         best=(config.evaluate.best_metric, config.evaluate.best_mode),
         protect=[resumed.candidate.name] if resumed and resumed.candidate.place == place else [],
     )
+    _ = state.shards  # worked out here and not in the first save: for hundreds of ranks that takes seconds
     saver = Saver(mesh, storage, background=settings.async_, staging_limit=settings.staging, retention=retention)
     checkpoints = Checkpoints(log, terminal, derived, saver, _pace(derived, state), dataset)
     if resumed:
