@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelworks.checkpoint import CheckpointError
-from modelworks.checkpoint.formats.restricted_pickle import Inert, StoredTensor, read_pickle, read_torch_file
+from modelworks.checkpoint.formats.restricted_pickle import Inert, read_pickle
+from modelworks.checkpoint.formats.stored_tensor import StoredTensor
 from modelworks.checkpoint.formats.torch_distributed import open_distributed
+from modelworks.checkpoint.formats.torch_files import read_torch_file
 
 
 class Calls:

@@ -25,8 +25,10 @@ from torch import Tensor
 
 from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.formats.hugging_face import by_our_names, load_tokenizer
-from modelworks.checkpoint.formats.restricted_pickle import Inert, StoredTensor, read_torch_file
+from modelworks.checkpoint.formats.restricted_pickle import Inert
 from modelworks.checkpoint.formats.source import ModelSource
+from modelworks.checkpoint.formats.stored_tensor import StoredTensor
+from modelworks.checkpoint.formats.torch_files import read_torch_file
 from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.config import ModelConfig
 from modelworks.models import canonical_name, name_map

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.formats.megatron_names import LAYERS, MegatronEntry, megatron_map
-from modelworks.checkpoint.formats.restricted_pickle import Inert, read_torch_file
+from modelworks.checkpoint.formats.restricted_pickle import Inert
 from modelworks.checkpoint.formats.safetensors_files import read_json
 from modelworks.checkpoint.formats.source import ModelSource
 from modelworks.checkpoint.formats.torch_distributed import METADATA, DistributedTensor, open_distributed
+from modelworks.checkpoint.formats.torch_files import read_torch_file
 from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.config import ModelConfig, UserError, parameter_shapes
 

@@ -7,29 +7,23 @@ stored about an object and do nothing with it. Any other name ends the reading. 
 
 The invariant: no callable that a pickle reaches is defined outside this file, but for containers; and no size that it
 claims is believed before it is checked against the file.
-
-torch.save's files are zip archives of one pickle, `data.pkl`, and one uncompressed member for each storage, so that a
-tensor is read, whole or in part, without reading its file.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from modelworks.checkpoint.errors import CheckpointError
-from modelworks.checkpoint.formats.safetensors_files import byte_view
+from modelworks.checkpoint.formats.stored_tensor import StoredTensor
 
 MAX_PICKLE_BYTES = 1 << 30
 _DTYPES = {
@@ -110,132 +104,24 @@ class Inert:
         return self.state if isinstance(self.state, dict) else {}
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file. begin, end: bytes of its storage there; offset: of its first element, in elements."""
-
-    path: Path
-    begin: int
-    end: int
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def read(self) -> Tensor:
-        """The tensor, in memory of its own."""
-        if self._contiguous():
-            return self.flat(0, self.numel).view(self.shape)
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return self._elements(self.offset, span).as_strided(self.shape, self.stride).contiguous()
-
-    def flat(self, start: int, count: int) -> Tensor:
-        """Elements `start` to `start + count` of the tensor, which must be contiguous, in row-major order."""
-        if not self._contiguous() or not 0 <= start <= start + count <= self.numel:
-            raise CheckpointError(f"{self.path}: elements {start:,} + {count:,} of a tensor of shape {self.shape}")
-        return self._elements(self.offset + start, count)
-
-    def _contiguous(self) -> bool:
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return self.numel == 0
-            expected *= size
-        return True
-
-    def _elements(self, start: int, count: int) -> Tensor:
-        """`count` elements of the storage from `start`."""
-        out = torch.empty(count, dtype=self.dtype)
-        buffer = memoryview(byte_view(out))
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.begin + start * self.dtype.itemsize)
-            filled = 0
-            while filled < len(buffer):
-                read = file.readinto(buffer[filled : filled + (1 << 30)])
-                if not read:
-                    raise CheckpointError(f"{self.path}: ends inside a tensor; the file is truncated")
-                filled += read
-        return out
-
-
 def read_pickle(path: Path) -> Any:
     """The value of a file that is one pickle. Raises CheckpointError for a name that is not to be read."""
     size = path.stat().st_size
     if size > MAX_PICKLE_BYTES:
         raise CheckpointError(f"{path}: {size:,} bytes is more than a file of this kind may have")
-    return _unpickle(path.read_bytes(), path, None)
+    return unpickle(path.read_bytes(), path, None)
 
 
-def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> Any:
-    """The value that `torch.save` wrote, its tensors as `StoredTensor`; of the whole file, or of a part of it."""
-    size = path.stat().st_size
-    length = size - begin if length is None else length
-    if begin < 0 or length < 0 or begin + length > size:
-        raise CheckpointError(f"{path}: has {size:,} bytes, expected {begin + length:,}; the file is truncated")
-    with path.open("rb") as file:
-        try:
-            archive = zipfile.ZipFile(_Window(file, begin, length))
-            names = {name.partition("/")[2]: name for name in archive.namelist()}
-            if archive.getinfo(names["data.pkl"]).file_size > MAX_PICKLE_BYTES:
-                raise CheckpointError(f"{path}: its pickle is larger than a file of this kind may have")
-            if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
-                raise CheckpointError(f"{path}: was written on a machine of another byte order")
-            text = archive.read(names["data.pkl"])
-            storages = {
-                name.removeprefix("data/"): _member(archive.getinfo(full), file, path, begin)
-                for name, full in names.items()
-                if name.startswith("data/")
-            }
-        except (zipfile.BadZipFile, KeyError, NotImplementedError, EOFError) as error:
-            raise CheckpointError(f"{path}: not a file that torch.save (1.6 or later) wrote, or damaged") from error
-    return _unpickle(text, path, storages)
-
-
-def _member(info: zipfile.ZipInfo, file: BinaryIO, path: Path, begin: int) -> tuple[int, int]:
-    """First byte of a member's data in the file, and the byte after its last."""
-    if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-        raise CheckpointError(f"{path}: holds compressed tensors, which torch.save does not write")
-    file.seek(begin + info.header_offset)
-    header = file.read(30)  # the local header: its lengths of name and extra field are at 26 and 28
-    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    start = begin + info.header_offset + 30 + lengths
-    return start, start + info.file_size
-
-
-class _Window(io.RawIOBase):
-    """Bytes [begin, begin + length) of a file, as a file."""
-
-    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
-        self._file, self._begin, self._length, self._position = file, begin, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError("a position before the start")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length - self._position))
-        self._file.seek(self._begin + self._position)
-        data = self._file.read(count)
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+def unpickle(text: bytes, path: Path, storages: dict[str, tuple[int, int]] | None) -> Any:
+    """The value of a pickle. path: the file that holds it, for messages and for its tensors. storages: key -> first
+    byte and end of a storage in the file; None where there can be none."""
+    try:
+        return _Unpickler(text, path, storages).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # Whatever a damaged or hostile program of a pickle provokes: all of it is the file's fault.
+        raise CheckpointError(f"{path}: its pickle cannot be read ({type(error).__name__}: {error})") from None
 
 
 @dataclass(frozen=True)
@@ -262,16 +148,6 @@ class _Callable:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise pickle.UnpicklingError("a function has no state")
-
-
-def _unpickle(text: bytes, path: Path, storages: dict[str, tuple[int, int]] | None) -> Any:
-    try:
-        return _Unpickler(text, path, storages).load()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        # Whatever a damaged or hostile program of a pickle provokes: all of it is the file's fault.
-        raise CheckpointError(f"{path}: its pickle cannot be read ({type(error).__name__}: {error})") from None
 
 
 class _Unpickler(pickle.Unpickler):

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from modelworks.checkpoint.errors import CheckpointError
-from modelworks.checkpoint.formats.restricted_pickle import Inert, StoredTensor, read_pickle, read_torch_file
+from modelworks.checkpoint.formats.restricted_pickle import Inert, read_pickle
+from modelworks.checkpoint.formats.stored_tensor import StoredTensor
+from modelworks.checkpoint.formats.torch_files import read_torch_file
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
