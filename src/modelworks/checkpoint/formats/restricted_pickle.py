@@ -50,6 +50,7 @@ _INERT_PACKAGES: tuple[str, ...] = (
     "apex.",
     "numpy.",
     "transformers.",
+    "accelerate.",
 )
 _INERT_PACKAGES += ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.optim.", "torch.nn.")
 _INERT_NAMES = {
