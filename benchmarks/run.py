@@ -16,6 +16,7 @@ import sys
 MINUTES = {
     "checkpoint_load": 3,
     "checkpoint_planning": 1,
+    "checkpoint_save": 5,
     "loader": 1,
     "loss_memory": 4,
     "parallel": 14,

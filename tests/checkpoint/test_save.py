@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,25 @@ def test_staging_memory_is_used_again() -> None:
     transposed = [shard for shard in shards_of(MESH, 2) if shard.tensor.dim() == 2]
     copies = staging.take(transposed).staged  # other shards: other views of the same buffer
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(copies, transposed, strict=True))
+
+
+@pytest.mark.gpu
+def test_staging_memory_of_a_device_is_page_locked() -> None:
+    device = torch.device("cuda")
+    shards = [replace(shard, tensor=shard.tensor.to(device)) for shard in shards_of(MESH, 1)]
+    staging = Staging(device)
+    for factor in (1.0, 3.0):
+        for shard in shards:
+            shard.tensor.mul_(factor)
+        expected = [shard.tensor.cpu() for shard in shards]
+        copies = staging.take(shards).staged
+        for shard in shards:
+            shard.tensor.fill_(torch.nan)
+        torch.cuda.synchronize()
+        assert all(torch.equal(copy.tensor, value) for copy, value in zip(copies, expected, strict=True))
+        assert all(copy.tensor.is_pinned() for copy in copies if copy.tensor.numel())
+        for shard, value in zip(shards, expected, strict=True):
+            shard.tensor.copy_(value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
