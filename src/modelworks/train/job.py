@@ -6,8 +6,6 @@ What happens after each step besides training is the hooks' business.
 
 from __future__ import annotations
 
-import gc
-import shutil
 import signal
 import time
 from contextlib import ExitStack
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from modelworks.checkpoint import CorruptedCheckpoint, configured_storage
+from modelworks.checkpoint import configured_storage
 from modelworks.config import RunConfig, training_flops_per_token
 from modelworks.data import Dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine
@@ -32,16 +30,14 @@ from modelworks.train.experts import whole_model
 from modelworks.train.hooks import Questions, Recording, Validation, describe_speed
 from modelworks.train.loop import Hook, TrainingFailed, run_steps
 from modelworks.train.one_rank import on_rank_0
-from modelworks.train.out_of_memory import OutOfMemory
-from modelworks.train.preparation import Prepared, prepare, take_directory
+from modelworks.train.preparation import Prepared, take_directory
 from modelworks.train.profiling import Profile
-from modelworks.train.reading import CarefulReader
+from modelworks.train.ready import Start
 from modelworks.train.recording import MemoryMeter, RunLog
 from modelworks.train.result import Result, build_result, with_earlier_figures
-from modelworks.train.resuming import Candidate, remove_all
+from modelworks.train.resuming import remove_all
 from modelworks.train.saving import Checkpoints, build_checkpoints
 from modelworks.train.split_records import SplitRecords
-from modelworks.train.start import build_state
 from modelworks.train.state import TrainState
 from modelworks.train.step import data_rows
 from modelworks.train.stopping import StopRequest, stop_on_signals
@@ -77,7 +73,7 @@ def train(
     started = time.monotonic()
     with ExitStack() as held:
         take_directory(config, run_dir, mesh, held, resume=resume, overwrite=overwrite)
-        start = _Start(config, run_dir, mesh, console, resume, machine, held)
+        start = Start(config, run_dir, mesh, console, resume, machine, held)
         prepared, state, memory, memory_report = start.begin()
         earlier_summary = run_directory.read_summary(run_dir) if not overwrite else {}
         if mesh.is_main:
@@ -132,56 +128,6 @@ class _Hooks:
             for hook in (self.recording, self.split, self.validation, self.questions, self.checkpoints)
             if hook is not None
         ]
-
-
-@dataclass
-class _Start:
-    """From a configuration to a state that is ready for the first step, or for the one after a checkpoint."""
-
-    config: RunConfig
-    run_dir: Path
-    mesh: Mesh
-    console: Console
-    resume: bool
-    machine: Machine | None
-    held: ExitStack
-
-    def begin(self) -> tuple[Prepared, TrainState, MemoryMeter, OutOfMemory]:
-        """A checkpoint whose bytes turn out to be damaged gives way to the next older one, and all that follows from it
-        is worked out anew."""
-        unusable: list[Candidate] = []
-        self.held.callback(shutil.rmtree, self.run_dir / "offload", ignore_errors=True)
-        while True:
-            prepared = prepare(
-                self.config,
-                self.run_dir,
-                self.mesh,
-                self.console,
-                resume=self.resume,
-                machine=self.machine,
-                unusable=unusable,
-            )
-            memory = MemoryMeter(prepared.derived.device)
-            memory.reset()
-            report = self.held.enter_context(OutOfMemory(prepared.derived, self.mesh, prepared.ranks_here))
-            try:
-                report.state = state = self._build(prepared)
-            except CorruptedCheckpoint as error:
-                assert prepared.resumed is not None
-                unusable.append(prepared.resumed.candidate)
-                self.console.print(f"warning: {unusable[-1].name} is not used: {error}", markup=False)
-            else:
-                return prepared, state, memory, report
-            gc.collect()  # the state that was given up, before another is built
-
-    def _build(self, prepared: Prepared) -> TrainState:
-        reader = CarefulReader(prepared.resumed.checkpoint) if prepared.resumed else None
-        state = build_state(prepared.derived, self.mesh, reader, scratch=self.run_dir / "offload")
-        if reader:
-            state.restore(reader)
-            if _measure_of_best(reader.checkpoint.config) != _measure_of_best(self.config):
-                state.best = None  # of another measure: nothing to compare with
-        return state
 
 
 def _take_over(run_dir: Path, prepared: Prepared, step: int, console: Console, *, overwrite: bool) -> None:
@@ -276,10 +222,6 @@ def _end(run_dir: Path, result: Result, recording: Recording, console: Console) 
 def _baselines(config: RunConfig, dataset: Dataset, console: Console) -> dict[str, float]:
     compressors = compression_baselines(dataset, max_tokens=config.evaluate.max_tokens, progress=not console.quiet)
     return {name: row.best for name, row in compressors.items()}
-
-
-def _measure_of_best(config: RunConfig) -> tuple[str, str]:
-    return config.evaluate.best_metric, config.evaluate.best_mode
 
 
 def _questions(tasks: TaskRunner | None, derived: Derived, tokenizer: Any) -> Any:
