@@ -36,7 +36,7 @@ SHAPE = {"n_heads": 64, "n_kv_heads": 8, "d_model": 8192, "d_ff": 28672, "vocab_
 WRITTEN, WANTED = {"tp": 8, "pp": 4, "dp": 32}, {"tp": 4, "pp": 2, "dp": 64}
 STATES = [("model", "", "BF16"), *(("optimizer", f"/{state}", "F32") for state in ("master", "exp_avg", "exp_avg_sq"))]
 TARGET = 2.0  # seconds, for reading, checking and planning
-BLOCK = 1 << 24
+BLOCK = 1 << 21
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the same bound as the reference implementation
-_CHUNK = 1 << 24
+_CHUNK = 1 << 24  # written at once; whole blocks of checksums
 _OTHER_FORMATS = {
     b"PK\x03\x04": "a zip archive (as torch.save writes: pickled code)",
     b"\x80\x02": "a pickle (which can run code)",
@@ -159,12 +159,12 @@ def write_shard(file: Output, tensors: Sequence[tuple[str, Tensor | LazyTensor]]
         value = values[name]
         data = _bytes_of(name, loaded(value), value.dtype, tuple(value.shape))
         digests = []
-        for start in range(0, len(data), XXH3.block_bytes):
-            block = data[start : start + XXH3.block_bytes]
-            digests.append(XXH3.digest(block))
-            total += file.write(block)
+        for start in range(0, len(data), _CHUNK):
+            chunk = data[start : start + _CHUNK]
+            digests.append(XXH3.of_blocks(chunk))
+            total += file.write(chunk)
         checksums[name] = "".join(digests)
-        data = block = memoryview(b"")  # else this tensor would be in memory beside the next one
+        data = chunk = memoryview(b"")  # else this tensor would be in memory beside the next one
     return WrittenShard(total, XXH3.digest(header), checksums)
 
 
