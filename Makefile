@@ -36,7 +36,7 @@ format: $(DEVELOPMENT)  ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(BENCHMARK)  ## the measurements behind the documentation's claims (about half an hour)
+bench: $(BENCHMARK)  ## the measurements behind the documentation's claims (about an hour)
 	$(BIN)/python -m benchmarks.run
 
 clean:  ## remove .venv and caches; runs/ stays

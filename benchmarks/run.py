@@ -24,7 +24,7 @@ MINUTES = {
     "train_throughput": 12,
     "verify_random": 4,
 }
-LONG = {"arc_easy_parity": 20}
+LONG = {"arc_easy_parity": 20, "checkpoint_crashes": 10}
 
 
 def main() -> int:

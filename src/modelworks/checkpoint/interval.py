@@ -67,7 +67,9 @@ def best_interval(stall: float, write: float, rate: FailureRate, *, measured: bo
     if wanted < shortest:
         return Interval(shortest, f"{reason}, but a save takes {describe_seconds(shortest)} to be written")
     if wanted > max(LONGEST, shortest):
-        return Interval(max(LONGEST, shortest), f"{reason}, but never more than {describe_seconds(LONGEST)} of work is at stake")
+        return Interval(
+            max(LONGEST, shortest), f"{reason}, but never more than {describe_seconds(LONGEST)} of work is at stake"
+        )
     return Interval(wanted, reason)
 
 
