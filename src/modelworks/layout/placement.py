@@ -81,6 +81,12 @@ class ParameterPlan:
     sums: tuple[str, ...] = ()
     experts: bool = False
 
+    def named(self, name: str) -> ParameterPlan:
+        """The plan of another parameter that is split alike: the same one of another layer."""
+        if name == self.computed.name:
+            return self
+        return replace(self, computed=replace(self.computed, name=name), stored=replace(self.stored, name=name))
+
     @property
     def shard_group(self) -> str:
         return "expert_shard" if self.experts else "shard"
@@ -135,10 +141,14 @@ def plan_parameters(
     layers = {layer for stage in held for layer in stages[stage]}
     first, last = 0 in held, len(stages) - 1 in held
     plans = {}
+    alike: dict[tuple[str, tuple[int, ...]], ParameterPlan] = {}  # a parameter's name within its layer, and its shape
     for name, shape in parameter_shapes(model).items():
         if not _is_held(name, model, layers, first, last):
             continue
-        plans[name] = _plan(name, shape, model, layout, parallel, here, both_ends=first and last)
+        kind = name.split(".", 2)[2] if name.startswith("blocks.") else name, shape
+        if kind not in alike:
+            alike[kind] = _plan(name, shape, model, layout, parallel, here, both_ends=first and last)
+        plans[name] = alike[kind].named(name)
     return plans
 
 
