@@ -62,7 +62,10 @@ def best_interval(stall: float, write: float, rate: FailureRate, *, measured: bo
     """
     wanted = daly_interval(stall, rate.seconds)
     known = "measured" if measured else "estimated"
-    reason = f"a save stops training for {describe_seconds(stall)} ({known}), {rate.reason}: Daly's interval is {describe_seconds(wanted)}"
+    reason = (
+        f"a save stops training for {describe_seconds(stall)} ({known}), {rate.reason}: Daly's interval is "
+        f"{describe_seconds(wanted)}"
+    )
     shortest = max(write, stall)
     if wanted < shortest:
         return Interval(shortest, f"{reason}, but a save takes {describe_seconds(shortest)} to be written")
