@@ -211,9 +211,7 @@ def test_killed_between_any_two_steps(tmp_path: Path) -> None:
         shutil.rmtree(directory.parent)
         n_cases += 1
     assert n_cases >= 100
-    assert ends == {
-        (*scene, complete) for scene in SCENES for complete in (False, True)
-    }  # killed early and late
+    assert ends == {(*scene, complete) for scene in SCENES for complete in (False, True)}  # killed early and late
 
 
 def _new_one_is_complete(case: Case, storage: Storage) -> bool:

@@ -10,22 +10,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverloadPacket
 
 Implementation = Callable[..., Any]
 
 
-def operator(name: str) -> Callable[[Implementation], Implementation]:
+def operator(name: str) -> Callable[[Implementation], OpOverloadPacket]:
     """The decorated function as `torch.ops.<name>`, its schema that of its annotations.
 
-    It may neither change its arguments nor return them. Gradients and the shapes of fake tensors are told with
-    `torch.library.register_autograd` and `register_fake` under the same name.
+    It may neither change its arguments nor return them. Gradients are told with `torch.library.register_autograd`
+    under the same name, and what it makes of fake tensors with `on_fake_tensors`.
     """
 
-    def register(function: Implementation) -> Implementation:
+    def register(function: Implementation) -> OpOverloadPacket:
         torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
         torch.library.impl(name, "CompositeExplicitAutograd")(function)
         namespace, _, short = name.partition("::")
-        packet: Implementation = getattr(getattr(torch.ops, namespace), short)
+        packet: OpOverloadPacket = getattr(getattr(torch.ops, namespace), short)
         return packet
 
     return register
+
+
+def on_fake_tensors(name: str) -> Callable[[Implementation], Implementation]:
+    """The decorated function makes results of the right shape and dtype, and computes nothing."""
+    registered: Callable[[Implementation], Implementation] = torch.library.register_fake(name)
+    return registered

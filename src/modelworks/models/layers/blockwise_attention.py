@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelworks.models.operators import operator
+from modelworks.models.operators import on_fake_tensors, operator
 
 LONGEST_BLOCKWISE = 512  # tokens
 BLOCK = 64  # queries; fewer waste less above the diagonal, more make larger products
@@ -53,7 +53,7 @@ def _forward(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None
     return _by_head(out, q_BTHK), kept
 
 
-@torch.library.register_fake("modelworks::blockwise_attention")
+@on_fake_tensors("modelworks::blockwise_attention")
 def _(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     rows, _, n_heads, _ = q_BTHK.shape
     n_groups = k_BTGK.shape[2]
@@ -91,7 +91,7 @@ def _backward(
     )
 
 
-@torch.library.register_fake("modelworks::blockwise_attention_backward")
+@on_fake_tensors("modelworks::blockwise_attention_backward")
 def _(
     gradient_BTHK: Tensor, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, kept: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:

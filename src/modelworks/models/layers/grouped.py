@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from modelworks.models.layers.deferred import DeferredWeights, accumulate, can_defer
-from modelworks.models.operators import operator
+from modelworks.models.operators import on_fake_tensors, operator
 
 
 def grouped_linear(
@@ -100,12 +100,12 @@ def grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-@torch.library.register_fake("modelworks::grouped_mm")
+@on_fake_tensors("modelworks::grouped_mm")
 def _(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
-@torch.library.register_fake("modelworks::grouped_outer")
+@on_fake_tensors("modelworks::grouped_outer")
 def _(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     return left.new_empty(counts.shape[0], left.shape[1], right.shape[1])
 
