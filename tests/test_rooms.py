@@ -45,7 +45,9 @@ def test_every_room_is_under_a_rule() -> None:
     assert [room for room in ROOMS if f"modelworks.{room}" not in named] == []
 
 
-@pytest.mark.parametrize("name", ["modelworks.config.load", "modelworks.layout", "modelworks.records"])
+@pytest.mark.parametrize(
+    "name", ["modelworks.config.load", "modelworks.layout", "modelworks.plan", "modelworks.records"]
+)
 def test_plain_values_import_no_torch(name: str) -> None:
     code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

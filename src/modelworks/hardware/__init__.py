@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from modelworks.hardware.catalogue import Catalogue, Device, Link, catalogue, device, match_cuda_name
+from modelworks.hardware.catalogue import (
+    AttentionKernel,
+    Catalogue,
+    Device,
+    Dtype,
+    Link,
+    catalogue,
+    device,
+    match_cuda_name,
+)
 from modelworks.hardware.choose import (
     Choice,
     Peak,
@@ -21,9 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Accelerator",
+    "AttentionKernel",
     "Catalogue",
     "Choice",
     "Device",
+    "Dtype",
     "Link",
     "Machine",
     "MachineFacts",

@@ -7,7 +7,7 @@ is laid over the built-in one: an entry with a known name replaces it. Nothing h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from modelworks.config import UserError, nearest
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
+AttentionKernel = Literal["triton", "flash", "fused"]
 Figure = Annotated[float, Field(gt=0.0)]
 
 
@@ -33,6 +34,7 @@ class Link(_Entry):
     gb_s: Figure  # per device, to all its neighbours together
     p2p_gb_s: Figure | None = None  # to one neighbour
     devices: Annotated[int, Field(gt=0)] | None = None
+    latency_us: Figure | None = None  # of one step of a collective, software included
 
 
 class Device(_Entry):
@@ -46,7 +48,12 @@ class Device(_Entry):
     dense_tflops: dict[Dtype, Figure]
     link: Link | None = None
     network_gbit_s: Figure | None = None
+    network_latency_us: Figure | None = None
+    units: Annotated[int, Field(gt=0)] | None = None  # that share out the tiles of a product (multiprocessors)
     measured_bf16_tflops: Figure | None = None
+    measured_fp8_tflops: Figure | None = None
+    sustained: Annotated[float, Field(gt=0.0, le=1.0)] | None = None  # of the measured products, under minutes of load
+    attention_tflops: dict[AttentionKernel, tuple[Figure, Figure]] = {}  # forward and backward kernel, causal FLOPs
     source: str
     sources: dict[str, str] = {}
     note: str = ""
@@ -59,10 +66,14 @@ class Device(_Entry):
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Devices by name, and the full text of the sources that they cite."""
+    """Devices by name, and the full text of the sources that they cite.
+
+    figures: kinds of figures that have one source for all devices -> its key.
+    """
 
     devices: Mapping[str, Device]
     sources: Mapping[str, str]
+    figures: Mapping[str, str] = field(default_factory=dict)
 
     def device(self, name: str) -> Device:
         """The device of that name or other name, whatever the case. Raises UserError naming the nearest."""
@@ -83,7 +94,8 @@ class Catalogue:
 
     def source(self, entry: Device, figure: str) -> str:
         """Where a figure was read, e.g. `dense_tflops.bf16` or `memory_gb`."""
-        key = entry.sources.get(figure) or entry.sources.get(figure.split(".")[0]) or entry.source
+        kind = figure.split(".")[0]
+        key = entry.sources.get(figure) or entry.sources.get(kind) or self.figures.get(kind) or entry.source
         return self.sources.get(key, key)
 
 
@@ -98,7 +110,11 @@ def catalogue(path: Path | None = None) -> Catalogue:
         own = _parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the catalogue {path}: {error}") from error
-    return Catalogue({**built_in.devices, **own.devices}, {**built_in.sources, **own.sources})
+    return Catalogue(
+        {**built_in.devices, **own.devices},
+        {**built_in.sources, **own.sources},
+        {**built_in.figures, **own.figures},
+    )
 
 
 def device(name: str, path: Path | None = None) -> Device:
@@ -129,4 +145,4 @@ def _parse(text: str, where: str) -> Catalogue:
             key = ".".join(str(part) for part in first["loc"])
             raise UserError(f"{where}: device {label}: {key}: {first['msg']}") from error
         devices[parsed.name] = parsed
-    return Catalogue(devices, content.get("sources") or {})
+    return Catalogue(devices, content.get("sources") or {}, content.get("figures") or {})

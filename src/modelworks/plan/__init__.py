@@ -1,0 +1,52 @@
+"""What a run would cost on machines that are not rented yet: memory, time and exchanges, as arithmetic. No torch.
+
+`evaluate` predicts one `Candidate` with everything that explains it. `step_time` and `memory` work on columns: one
+model against arrays of layouts, or a table of measurements; see `columns`.
+"""
+
+from modelworks.plan.candidate import Candidate, Prediction, evaluate, work_of
+from modelworks.plan.columns import Shape, Split
+from modelworks.plan.compute import Work, model_flops
+from modelworks.plan.constants import CONSTANTS, Constants
+from modelworks.plan.machine import Machine, Numerics
+from modelworks.plan.memory import Memory, layer_activations, memory
+from modelworks.plan.software import (
+    FSDP,
+    MEGATRON_2021,
+    MEGATRON_CORE,
+    MEGATRON_DEEPSPEED,
+    MODELWORKS,
+    ZERO3_2021,
+    Software,
+)
+from modelworks.plan.step_time import StepTime, step_time
+from modelworks.plan.stored import Stored, stored
+
+__all__ = [
+    "CONSTANTS",
+    "FSDP",
+    "MEGATRON_2021",
+    "MEGATRON_CORE",
+    "MEGATRON_DEEPSPEED",
+    "MODELWORKS",
+    "ZERO3_2021",
+    "Candidate",
+    "Constants",
+    "Machine",
+    "Memory",
+    "Numerics",
+    "Prediction",
+    "Shape",
+    "Software",
+    "Split",
+    "StepTime",
+    "Stored",
+    "Work",
+    "evaluate",
+    "layer_activations",
+    "memory",
+    "model_flops",
+    "step_time",
+    "stored",
+    "work_of",
+]

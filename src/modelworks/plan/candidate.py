@@ -1,0 +1,204 @@
+"""One candidate and what is predicted for it; and the same for thousands at once.
+
+prediction = evaluate(candidate)            everything, simulated on the schedule that the trainer runs, with reasons
+columns = work_of(model, machine, ...)      one model, arrays of degrees: `step_time` and `memory` take it as it is
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from modelworks.config import ModelConfig, ParallelConfig, UserError
+from modelworks.hardware import AttentionKernel, Device
+from modelworks.layout import Layout
+from modelworks.layout.pipeline import Costs, Timeline
+from modelworks.plan.columns import Shape, Split
+from modelworks.plan.compute import Work, model_flops
+from modelworks.plan.constants import CONSTANTS, Constants
+from modelworks.plan.machine import Machine, Numerics
+from modelworks.plan.memory import memory
+from modelworks.plan.pipeline import simulated
+from modelworks.plan.software import MODELWORKS, Software
+from modelworks.plan.step_time import StepTime, layer_costs, step_time
+from modelworks.plan.stored import Stored, stages, stored
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run on paper: the config's own keys, and the devices that it would run on.
+
+    micro_batch: rows on one rank. global_batch: rows of a step. precision: as in the config, or fp8.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    device: Device
+    micro_batch: int
+    global_batch: int
+    seq_len: int
+    precision: str = "bf16"
+    recompute: str = "none"
+    software: Software = MODELWORKS
+
+    @property
+    def n_devices(self) -> int:
+        return Layout.of(self.parallel).world_size
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds and bytes. parts: of the step, by cause. bytes: of the fullest rank, by what they hold.
+
+    by_stage: stored bytes of each rank along the pipeline. bubble: part of the step in which the mean rank waits in
+    the pipeline. model_flops: of the whole step, causal attention, nothing recomputed. mfu: those over the datasheet's
+    peak of the products' dtype. reasons: sentences.
+    """
+
+    step_seconds: float
+    parts: dict[str, float]
+    memory: float
+    bytes: dict[str, float]
+    memory_limit: float
+    by_stage: list[Stored]
+    bubble: float
+    timeline: Timeline | None
+    tokens_per_second: float
+    model_flops: float
+    model_flops_full_attention: float
+    mfu: float
+    reasons: list[str]
+
+    @property
+    def fits(self) -> bool:
+        return self.memory <= self.memory_limit
+
+
+def work_of(
+    model: ModelConfig,
+    split: Split,
+    device: Device,
+    *,
+    precision: str = "bf16",
+    software: Software = MODELWORKS,
+    constants: Constants = CONSTANTS,
+) -> Work:
+    """What the formulas take. split: one row or columns of them. Raises UserError for an unknown precision."""
+    kernel: AttentionKernel = "fused" if float(np.max(software.flash)) >= 2.0 else "flash"
+    machine = Machine.of(device, precision, attention=kernel)
+    return Work(Shape.of(model), split, machine, Numerics.of(precision), software, constants)
+
+
+def evaluate(candidate: Candidate, constants: Constants = CONSTANTS) -> Prediction:
+    """The full prediction. Raises UserError where the batch does not divide, or stages outnumber layers."""
+    model, parallel = candidate.model, candidate.parallel
+    split = Split.of(
+        parallel,
+        micro_batch=candidate.micro_batch,
+        global_batch=candidate.global_batch,
+        seq_len=candidate.seq_len,
+        recompute=candidate.recompute,
+    )
+    _check(candidate, split)
+    work = work_of(
+        model,
+        split,
+        candidate.device,
+        precision=candidate.precision,
+        software=candidate.software,
+        constants=constants,
+    )
+    times = step_time(work)
+    parts = {field.name: float(getattr(times, field.name)) for field in fields(StepTime)}
+    timeline = None
+    if parallel.pp > 1:
+        timeline = _timeline(candidate, work)
+        # what the closed form of the pipeline said, replaced by what the schedule does
+        formula = sum(parts.values()) - parts["sends"] - parts["data"] - parts["optimizer"] - parts["overhead"]
+        parts["idle"] += timeline.makespan - formula
+    total = sum(parts.values())
+    held = memory(work)
+    micro_batches = int(split.n_micro_batches)
+    by_stage = [
+        stored(
+            model,
+            parallel,
+            rank,
+            numerics=work.numerics,
+            seq_len=candidate.seq_len,
+            micro_batches=micro_batches,
+        )
+        for rank in Layout.of(parallel).ranks(0, "pp")
+    ]
+    size = {field.name: float(getattr(held, field.name)) for field in fields(held)}
+    fullest = max(by_stage, key=lambda each: each.total)
+    size |= {"parameters": fullest.parameters, "gradients": fullest.gradients, "optimizer": fullest.optimizer}
+    tokens = candidate.global_batch * candidate.seq_len
+    causal, full = (float(flops) * tokens for flops in model_flops(work))
+    needed, limit = sum(size.values()), float(work.machine.memory)
+    return Prediction(
+        step_seconds=total,
+        parts=parts,
+        memory=needed,
+        bytes=size,
+        memory_limit=limit,
+        by_stage=by_stage,
+        bubble=timeline.bubble_fraction if timeline else 0.0,
+        timeline=timeline,
+        tokens_per_second=tokens / total,
+        model_flops=causal,
+        model_flops_full_attention=full,
+        mfu=causal / (total * candidate.n_devices * float(work.machine.peak)),
+        reasons=_reasons(parts, total, size, needed, limit),
+    )
+
+
+def _timeline(candidate: Candidate, work: Work) -> Timeline:
+    """The pipeline, stage by stage with the layers that each holds, on the trainer's schedule."""
+    parallel = candidate.parallel
+    placed = stages(candidate.model, parallel, candidate.seq_len)
+    layer, head, send = layer_costs(work)
+    counts = [len(layers) for layers in placed]
+    last = [float(stage == len(placed) - 1) for stage in range(len(placed))]
+    forward, backward_input, backward_weight = (
+        [count * float(each) + at_end * float(end) for count, at_end in zip(counts, last, strict=True)]
+        for each, end in zip(layer, head, strict=True)
+    )
+    costs = Costs(forward, backward_input, backward_weight, send=float(send))
+    virtual = 1 if parallel.pp_schedule in ("zbv", "dualpipev") else parallel.pp_virtual
+    micro_batches = int(work.split.n_micro_batches)
+    return simulated(parallel.pp_schedule, costs, parallel.pp, micro_batches, virtual)
+
+
+def _check(candidate: Candidate, split: Split) -> None:
+    rows = int(split.dp) * candidate.micro_batch
+    if candidate.global_batch % rows:
+        raise UserError(
+            f"global_batch: got {candidate.global_batch}, expected a multiple of {rows}: "
+            "dp_replicate * dp_shard * micro_batch"
+        )
+
+
+def _reasons(parts: dict[str, float], total: float, size: dict[str, float], needed: float, limit: float) -> list[str]:
+    exchanges = ("tensor", "context", "experts", "gather", "sends", "data")
+    shares = {
+        "computing": sum(parts[name] for name in ("linear", "attention", "elementwise", "head", "optimizer")),
+        "recomputing": parts["recompute"],
+        "waiting in the pipeline": parts["idle"],
+        "exchanging": sum(parts[name] for name in exchanges),
+    }
+    order = sorted(shares.items(), key=lambda item: -item[1])
+    reasons = [
+        "of a step: " + ", ".join(f"{value / total:.0%} {name}" for name, value in order if value > 0.005 * total)
+    ]
+    largest = max(exchanges, key=lambda name: parts[name])
+    if parts[largest] > 0.05 * total:
+        reasons.append(
+            f"the costliest exchange is {largest}: {parts[largest] / total:.0%} of the step that nothing hides"
+        )
+    most = sorted(size.items(), key=lambda item: -item[1])[:3]
+    held = ", ".join(f"{name} {value / 1e9:.1f} GB" for name, value in most)
+    verdict = "fits" if needed <= limit else f"does not fit, by {(needed - limit) / 1e9:.1f} GB"
+    reasons.append(f"{needed / 1e9:.1f} of {limit / 1e9:.0f} GB on the fullest rank: {verdict}; most of it {held}")
+    return reasons

@@ -1,0 +1,104 @@
+"""The pipeline: which stage takes how long, and what that makes of a step.
+
+Two ways to the same answer. `makespan` is a closed form over columns, for searches. `simulated` runs the very
+schedule that the trainer runs (`modelworks.layout.pipeline`), stage by stage, for the candidates that are looked at.
+
+With stages of times t_i for one micro-batch, m micro-batches and v stages on each of p ranks (t_i all of a rank's),
+
+    makespan = m max t_i + idle,   idle = (sum of t_i - max t_i) / v x share
+
+(Narayanan et al. 2021, 2104.04473: (p - 1) t / v for equal stages). share: 1 for gpipe, 1f1b, interleaved; for the
+zero-bubble ones what is left of f + b + w when weight gradients fill the bubble (`layout.pipeline.formulas`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from modelworks.layout.pipeline import Costs, Timeline, build_program, simulate
+from modelworks.plan.columns import SCHEDULES, Column, Shape, Split
+
+_ZERO_BUBBLE = tuple(SCHEDULES.index(name) for name in ("zb-h1", "interleaved-zb"))
+_V_SHAPED = tuple(SCHEDULES.index(name) for name in ("zbv", "dualpipev"))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Layers by rank. most: of any rank without the head. last: beside the head. first: beside the embedding."""
+
+    most: Column
+    last: Column
+    first: Column
+
+
+def stage_counts(shape: Shape, split: Split, head: Column) -> Stages:
+    """Layers of the ranks. head: what the head costs, in layers.
+
+    Balanced stages make the costliest as cheap as possible, as `layout.pipeline.partition` does: the last holds j
+    layers and the head, the others at most n, where n + head shrinks as j does. Even stages hold the same number.
+    """
+    layers, ranks, chunks = shape.n_layers, split.pp, split.virtual
+    stages = ranks * chunks
+    even = layers / ranks
+    best_cost: Column = np.inf
+    best_most, best_last = even, even
+    for more in range(4):
+        inner = np.ceil(layers / stages) + more
+        last = np.clip(layers - (stages - 1.0) * inner, 0.0, inner)
+        cost = np.maximum(inner, last + head)
+        better = cost < best_cost
+        best_most = np.where(better, inner, best_most)
+        best_last = np.where(better, last, best_last)
+        best_cost = np.where(better, cost, best_cost)
+    # a rank's other chunks are inner ones
+    most, last = best_most * chunks, best_last + best_most * (chunks - 1.0)
+    divides = np.mod(layers, stages) == 0
+    uniform = (split.even > 0) & divides
+    single = ranks <= 1.0
+    most = np.where(single | uniform, even, np.minimum(most, layers))
+    last = np.where(single | uniform, even, last)
+    return Stages(most, last, most)
+
+
+def makespan(
+    split: Split, stages: Stages, forward: Column, backward_input: Column, backward_weight: Column, head: Column
+) -> tuple[Column, Column]:
+    """(seconds computing on the costliest rank, seconds idle there).
+
+    forward, backward_input, backward_weight: of a layer and micro-batch. head: all passes of the head.
+    """
+    layer = forward + backward_input + backward_weight
+    inner, last = stages.most * layer, stages.last * layer + head
+    most = np.maximum(inner, last)
+    others = inner * np.maximum(split.pp - 2.0, 0.0) + np.minimum(inner, last)
+    others = np.where(split.pp > 1.0, others, 0.0)
+    schedule = split.schedule
+    zero_bubble = np.maximum(np.maximum(forward + backward_input - backward_weight, forward), backward_input) / layer
+    share = np.where(np.isin(schedule, _ZERO_BUBBLE), zero_bubble, 1.0)
+    share = np.where(np.isin(schedule, _V_SHAPED), forward / layer, share)
+    return split.n_micro_batches * most, share * others / split.virtual
+
+
+def simulated(schedule: str, costs: Costs, pp: int, n_micro_batches: int, virtual: int = 1) -> Timeline:
+    """What happens when, from the schedule that the trainer runs. costs: seconds by stage."""
+    return simulate(build_program(schedule, pp, n_micro_batches, virtual), costs)
+
+
+def in_flight(split: Split, *, last: bool = False) -> Column:
+    """Micro-batches that the first (or last) rank holds at once, in units of all its layers; `peak_formula`."""
+    p, v, m = split.pp, split.virtual, split.n_micro_batches
+    rank = p - 1.0 if last else 0.0 * p
+    first_round = np.minimum(p, m)
+    by_schedule = {
+        "gpipe": m,
+        "1f1b": p - rank,
+        "interleaved": (v - 1.0) * first_round + 2.0 * (p - rank) - 1.0,
+        "zb-h1": p,
+        "interleaved-zb": (v - 1.0) * first_round + p,
+        "zbv": np.minimum(m + rank + 1.0, 2.0 * p),
+        "dualpipev": np.minimum(m + rank + 1.0, 2.0 * p + 1.0),
+    }
+    held = np.select([split.schedule == SCHEDULES.index(name) for name in by_schedule], list(by_schedule.values()), m)
+    return np.where(p > 1.0, np.minimum(v * m, held) / v, 1.0)

@@ -1,0 +1,178 @@
+"""The time of one step of training, put together from compute, exchanges and the pipeline, over columns.
+
+    step = (m t_max + idle) + sends + (gradients, updated parameters: what is not hidden) + optimiser + overhead
+
+t: of a stage and micro-batch: its layers forward and backward with what is recomputed and what is exchanged inside
+them, and the head on the last. Each part is an attribute of `StepTime`, so that a prediction can be explained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from modelworks.plan.columns import Column
+from modelworks.plan.compute import LayerTime, Passes, Work, head_time, layer_time, recomputed_seconds
+from modelworks.plan.exchanges import beside, layer_elements, layer_exchange, send_seconds, step_exchange
+from modelworks.plan.pipeline import makespan, stage_counts
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by cause; they sum to `total`.
+
+    compute: matrix products, attention and elementwise work of the costliest stage, without what is recomputed.
+    tensor, context, experts, gather: exchanges inside layers that nothing hides. data: gradients and parameters.
+    """
+
+    linear: Column
+    attention: Column
+    elementwise: Column
+    head: Column
+    recompute: Column
+    tensor: Column
+    context: Column
+    experts: Column
+    gather: Column
+    idle: Column
+    sends: Column
+    data: Column
+    optimizer: Column
+    overhead: Column
+
+    @property
+    def total(self) -> Column:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Seconds of one layer and micro-batch: what it computes, and what it waits for in exchanges and recomputes."""
+
+    time: LayerTime
+    recompute: Column
+    tensor: Column
+    context: Column
+    experts: Column
+    gather: Column
+    exposed_forward: Column  # exchanges of the forward pass
+
+    @property
+    def exposed(self) -> Column:
+        return self.tensor + self.context + self.experts + self.gather
+
+    @property
+    def total(self) -> Column:
+        return self.time.passes.total + self.recompute + self.exposed
+
+    @property
+    def passes(self) -> Passes:
+        """With what is exchanged and recomputed: all of that delays the gradient of the inputs, none the weights'."""
+        computed = self.time.passes
+        forward = computed.forward + self.exposed_forward
+        return Passes(forward, self.total - forward - computed.backward_weight, computed.backward_weight)
+
+
+def step_time(work: Work) -> StepTime:
+    """Of every row of the columns."""
+    split, software, constants = work.split, work.software, work.constants
+    layer, head, send = _layer(work), head_time(work), send_seconds(work)
+    stages = stage_counts(work.shape, split, head.total / layer.total)
+    passes, micro_batches = layer.passes, split.n_micro_batches
+    busy, idle = makespan(split, stages, passes.forward, passes.backward_input, passes.backward_weight, head.total)
+    on_last = stages.last * layer.total + head.total >= stages.most * layer.total
+    layers = np.where(on_last, stages.last, stages.most) * micro_batches
+    with_head = np.where(on_last, micro_batches, 0.0)
+
+    steady = 2.0 * split.virtual * micro_batches * send * (1.0 - software.overlap_pipeline * constants.pipeline_overlap)
+    sends = np.where(split.pp > 1.0, steady + 2.0 * (split.pp - 1.0) * send, 0.0)
+    dense_elements, expert_elements = _rank_elements(work, stages.most)
+    data = _data_seconds(work, layer, stages.most, dense_elements, expert_elements)
+    optimizer = _optimizer_seconds(work, dense_elements, expert_elements)
+    nodes = np.maximum(split.world / work.machine.node, 1.0)
+    so_far = busy + idle + sends + data + optimizer
+    time = layer.time
+    return StepTime(
+        linear=layers * (time.linear + time.experts).total,
+        attention=layers * time.attention.total,
+        elementwise=layers * (time.elementwise + time.overhead).total,
+        head=with_head * head.total,
+        recompute=layers * layer.recompute,
+        tensor=layers * layer.tensor,
+        context=layers * layer.context,
+        experts=layers * layer.experts,
+        gather=layers * layer.gather,
+        idle=idle,
+        sends=sends,
+        data=data,
+        optimizer=optimizer,
+        overhead=constants.step_overhead + constants.straggler * np.log2(nodes) * so_far,
+    )
+
+
+def layer_costs(work: Work) -> tuple[Passes, Passes, Column]:
+    """Seconds for one micro-batch of a layer (exchanges included) and of the head; and of a send. For simulations."""
+    return _layer(work).passes, head_time(work), send_seconds(work)
+
+
+def _layer(work: Work) -> _Layer:
+    split, constants = work.split, work.constants
+    time, exchange = layer_time(work), layer_exchange(work)
+    passes, experts = time.passes, exchange.experts
+    overlap = work.software.overlap_gather * constants.gather_overlap
+    tensor = exchange.tensor * (1.0 - work.software.overlap_tensor * constants.tensor_overlap)
+    context = beside(work, exchange.context, time.attention.forward, overlap)
+    context_backward = beside(work, 2.0 * exchange.context, time.attention.backward_input, overlap)
+    again = recomputed_seconds(work, time, tensor + context + experts)
+    reruns = np.clip(split.recompute - 1.0, 0.0, 1.0)  # exchanges that a recomputed forward pass repeats
+    backward = passes.backward_input + passes.backward_weight + again
+
+    # ZeRO-3 gathers for each micro-batch anew, and reduces each (or sums and reduces once)
+    gathers = np.where(split.gather_every > 0, 1.0, 1.0 / split.n_micro_batches)
+    reduces = np.where(split.reduce_every > 0, 1.0, 1.0 / split.n_micro_batches)
+    gather = beside(work, exchange.gather * gathers, passes.forward, overlap)
+    gather_backward = beside(work, exchange.gather * gathers + exchange.scatter * reduces, backward, overlap)
+    return _Layer(
+        time=time,
+        recompute=again - reruns * (tensor + context + experts),
+        tensor=tensor * (2.0 + reruns),
+        context=context * (1.0 + reruns) + context_backward,
+        experts=experts * (2.0 + reruns),
+        gather=gather + gather_backward,
+        exposed_forward=tensor + context + experts + gather,
+    )
+
+
+def _data_seconds(work: Work, layer: _Layer, layers: Column, elements: Column, expert_elements: Column) -> Column:
+    """Gradients, beside the last micro-batch's backward pass (or every one's), and updated parameters, beside the next
+    forward pass."""
+    split, overlap = work.split, work.software.overlap_data
+    passes = layer.time.passes
+    reduce, update = step_exchange(work, elements, expert_elements)
+    every = (split.reduce_every > 0) & (split.zero < 3.0)
+    times = np.where(every, split.n_micro_batches, 1.0)
+    window = layers * (passes.backward_input + passes.backward_weight + layer.recompute)
+    reduced = beside(work, reduce * times, window * times, overlap)
+    return reduced + beside(work, update, layers * passes.forward, overlap)
+
+
+def _rank_elements(work: Work, layers: Column) -> tuple[Column, Column]:
+    """Parameters of the fullest rank: all but experts', and those."""
+    shape, split = work.shape, work.split
+    experts = layers * (1.0 - shape.dense_share) * shape.expert_weights / (split.tp * split.ep)
+    ends = np.where(split.pp > 1.0, 1.0, 2.0 - shape.tied) * shape.vocab_size * shape.d_model / split.tp
+    return layers * layer_elements(work) - experts + ends, experts
+
+
+def _optimizer_seconds(work: Work, elements: Column, expert_elements: Column) -> Column:
+    """Each state is read and written, the gradient read, the parameter written: bound by memory."""
+    split, numerics, machine = work.split, work.numerics, work.machine
+    shards = np.where(split.zero >= 1.0, split.shards, 1.0)
+    expert_shards = np.where(split.zero >= 1.0, np.maximum(split.shards / split.ep, 1.0), 1.0)
+    local = (elements / shards + expert_elements / expert_shards) * split.trains_weights
+    moved = local * (2.0 * numerics.state + numerics.gradient + numerics.parameter)
+    on_device = moved / (machine.bandwidth * work.constants.memory)
+    # offloaded: the gradient leaves and the parameter returns; the host's own arithmetic is hidden behind neither
+    away = local * (numerics.gradient + numerics.parameter) / machine.host_bandwidth
+    return np.where(split.offload > 0, away, on_device)

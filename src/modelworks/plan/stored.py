@@ -1,0 +1,75 @@
+"""Parameters, gradients and optimiser state of a rank to the byte: the very formulas that the runs are held to.
+
+`memory` has closed forms of these for searches. Here the plans of `modelworks.layout` say what each rank holds, rows
+of padding and copies included, so that a prediction and what a run allocates are the same number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from modelworks.config import ModelConfig, ParallelConfig
+from modelworks.layout import V_SHAPED, Layout, data_parallel_memory, plan_parameters, stages_of
+from modelworks.layout.pipeline import partition_layers
+from modelworks.plan.machine import Numerics
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes of one rank. gradients: the most of any moment."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def stages(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> list[list[int]]:
+    """The layers of each (virtual) stage, as the trainer places them. Raises UserError for too many stages."""
+    if parallel.pp == 1:
+        return [list(range(model.n_layers))]
+    if parallel.pp_partition != "auto":
+        ends = [sum(parallel.pp_partition[:stage]) for stage in range(len(parallel.pp_partition) + 1)]
+        return [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
+    per_rank = 2 if parallel.pp_schedule in V_SHAPED else parallel.pp_virtual
+    return partition_layers(model, seq_len, parallel.pp * per_rank)
+
+
+def stored(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    rank: int,
+    *,
+    numerics: Numerics,
+    seq_len: int,
+    micro_batches: int,
+) -> Stored:
+    """What `rank` holds while nothing is gathered. Optimiser state that is offloaded lies elsewhere: 0 here."""
+    layout = Layout.of(parallel)
+    plans = plan_parameters(model, layout, parallel, rank, stages(model, parallel, seq_len))
+    both_ends = parallel.pp > 1 and model.tie_embeddings and parallel.pp_schedule in V_SHAPED
+    itemsize = int(numerics.parameter)
+    data = data_parallel_memory(
+        plans,
+        layout,
+        rank,
+        zero=parallel.zero,
+        accumulate=parallel.accumulate_reduce,
+        micro_batches=micro_batches,
+        itemsize=itemsize,
+        gathered_whole={"embedding.weight"} if both_ends else (),
+    )
+    elements = sum(plan.stored.n_local for plan in plans.values())
+    state = 0 if parallel.offload != "none" else int(numerics.state) * elements
+    return Stored(data.parameters, max(data.accumulating, data.gradients), state)
+
+
+def held_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> list[int]:
+    """Layers on each rank along the pipeline."""
+    placed = stages(model, parallel, seq_len)
+    layout = Layout(pp=parallel.pp)
+    return [sum(len(placed[stage]) for stage in stages_of(layout, parallel, rank)) for rank in range(parallel.pp)]

@@ -1,0 +1,153 @@
+"""Memory from first principles, from the paper's formulas, and against what our own runs are held to."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from modelworks.config import ModelConfig, ParallelConfig, TrainConfig, count_parameters
+from modelworks.config.named_models import expand_model
+from modelworks.hardware import device
+from modelworks.layout import Layout, data_parallel_memory, plan_parameters
+from modelworks.plan import (
+    MEGATRON_2021,
+    MODELWORKS,
+    Numerics,
+    Shape,
+    Split,
+    Work,
+    layer_activations,
+    memory,
+    stored,
+    work_of,
+)
+from modelworks.plan.memory import stored_bytes
+from modelworks.plan.pipeline import in_flight
+from modelworks.plan.stored import stages
+from modelworks.train.memory import activation_bytes
+
+A100 = device("A100")
+GPT = ModelConfig(family="gpt2", n_layers=4, d_model=1024, n_heads=16, vocab_size=50304, max_seq_len=512)
+
+
+def model(name: str) -> ModelConfig:
+    return ModelConfig.model_validate(expand_model(name))
+
+
+def split(**changes: float) -> Split:
+    return Split(**{"micro_batch": 1.0, "global_batch": 64.0, "seq_len": 512.0, **changes})
+
+
+@pytest.mark.parametrize(("zero", "gigabytes"), [(0, 112.0), (1, 14 + 14 + 84 / 8), (2, 14 + 98 / 8), (3, 14.0)])
+def test_seven_billion_parameters_under_adam(zero: int, gigabytes: float) -> None:
+    """7e9 parameters, 2 + 2 + 12 bytes of each: 14 + 14 + 84 GB, and an eighth of what each stage of ZeRO shards."""
+    billions = Shape(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 7e9, 2.0, tied=1.0, norms=0.0)
+    work = Work(billions, split(dp_shard=8.0, zero=float(zero)), None, Numerics.of("bf16"), MODELWORKS)  # type: ignore[arg-type]
+    assert sum(stored_bytes(work, 0.0, 1.0)) == pytest.approx(gigabytes * 1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2-small", "llama-tiny", "llama-3-8b", "qwen3-0.6b", "mixtral-tiny", "qwen3-30b-a3b"]
+)
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    assert Shape.of(model(name)).parameters == count_parameters(model(name)).total
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence", "recompute", "expected"),
+    [
+        (1, 0, 0, "s * b * h * (34 + 5 * a * s / h)"),
+        (8, 0, 0, "s * b * h * (10 + 24 / t + 5 * a * s / (h * t))"),
+        (8, 1, 0, "s * b * h / t * (34 + 5 * a * s / h)"),
+        (8, 1, 1, "34 * s * b * h / t"),
+        (8, 0, 1, "s * b * h * (10 + 24 / t)"),
+        (8, 0, 2, "2 * s * b * h"),
+        (8, 1, 2, "2 * s * b * h / t"),
+    ],
+)
+def test_activations_of_korthikanti(tp: int, sequence: int, recompute: int, expected: str) -> None:
+    """2205.05198, equations 1 to 5 and the end of section 5, for the 530-billion model."""
+    s, b, h, a, t = 2048, 1, 20480, 128, tp
+    shape = Shape(105.0, float(h), float(a), float(a), h / a, 4.0 * h, 51200.0, 2.0, norms=2.0, dropout=1.0, rotary=0.0)
+    layout = split(seq_len=s, tp=float(tp), sequence_parallel=float(sequence), recompute=float(recompute))
+    work = Work(shape, layout, None, Numerics.of("bf16"), MEGATRON_2021)  # type: ignore[arg-type]
+    wanted = eval(expected, {"s": s, "b": b, "h": h, "a": a, "t": t})
+    assert float(layer_activations(work)) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-tiny", "gpt2-small", "smollm2-135m", "qwen3-0.6b", "mixtral-tiny", "llama-2-7b"]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_are_what_autograd_keeps(name: str, precision: str, recompute: str) -> None:
+    config, train = model(name), TrainConfig(recompute=recompute, device="cuda")  # type: ignore[arg-type]
+    kept = activation_bytes(config, train, precision=precision, micro_batch=2, seq_len=1024)
+    layout = Split.of(ParallelConfig(), micro_batch=2, global_batch=4, seq_len=1024, recompute=recompute)
+    assert float(memory(work_of(config, layout, A100, precision=precision)).activations) == pytest.approx(kept, rel=0.1)
+
+
+LAYOUTS = [
+    {"dp_shard": 4, "zero": 1},
+    {"dp_shard": 4, "zero": 2, "tp": 2},
+    {"dp_shard": 2, "zero": 3, "cp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "zero": 3, "pp": 2},
+    {"dp_shard": 3, "zero": 3},
+    {"pp": 4, "tp": 2},
+    {"tp": 4, "dp_replicate": 2, "accumulate_reduce": "every"},
+]
+
+
+@pytest.mark.parametrize("keys", LAYOUTS)
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+def test_stored_bytes_are_the_layouts_own(name: str, keys: dict[str, int]) -> None:
+    config, parallel = model(name), ParallelConfig(**keys)  # type: ignore[arg-type]
+    layout, numerics = Layout.of(parallel), Numerics.of("bf16")
+    for rank in range(layout.world_size):
+        plans = plan_parameters(config, layout, parallel, rank, stages(config, parallel, 256))
+        data = data_parallel_memory(
+            plans, layout, rank, zero=parallel.zero, accumulate=parallel.accumulate_reduce, micro_batches=4, itemsize=2
+        )
+        found = stored(config, parallel, rank, numerics=numerics, seq_len=256, micro_batches=4)
+        assert found.parameters == data.parameters
+        assert found.gradients == max(data.accumulating, data.gradients)
+        assert found.optimizer == 12 * sum(plan.stored.n_local for plan in plans.values())
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"dp_shard": 4, "zero": 1}, {"dp_shard": 8, "zero": 3}, {"tp": 4}, {"tp": 2, "zero": 3, "dp_shard": 4}]
+)
+def test_closed_form_of_parameters_agrees_with_the_plans(keys: dict[str, int]) -> None:
+    config, parallel = model("llama-3-8b"), ParallelConfig(**keys)  # type: ignore[arg-type]
+    exact = stored(config, parallel, 0, numerics=Numerics.of("bf16"), seq_len=4096, micro_batches=1)
+    layout = Split.of(parallel, micro_batch=1, global_batch=64, seq_len=4096)
+    fast = memory(work_of(config, layout, A100))
+    assert float(fast.parameters) == pytest.approx(exact.parameters, rel=2e-3)
+    assert float(fast.optimizer) == pytest.approx(exact.optimizer, rel=2e-3)
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
+def test_a_stage_holds_no_more_than_those_before_the_first_returns(rank: int, micro_batches: int) -> None:
+    """Stage k of p holds min(p - k, m) micro-batches under 1F1B; the ends are what `in_flight` gives."""
+    layout = split(pp=4.0, global_batch=float(micro_batches))
+    if rank in (0, 3):
+        assert float(in_flight(layout, last=rank == 3)) == min(4 - rank, micro_batches)
+
+
+def test_interleaving_holds_more() -> None:
+    """By the factor 1 + (p - 1) / (p v) (Narayanan et al. 2021)."""
+    p, v = 8.0, 4.0
+    plain = float(in_flight(split(pp=p, global_batch=64.0)))
+    interleaved = float(in_flight(split(pp=p, virtual=v, schedule=2.0, global_batch=64.0)))
+    assert interleaved / plain == pytest.approx(1 + (p - 1) / (p * v))
+
+
+def test_columns_give_what_rows_give() -> None:
+    tp = np.array([1.0, 2.0, 4.0, 8.0])
+    whole = memory(work_of(GPT, split(tp=tp), A100)).total
+    single = [float(memory(work_of(GPT, split(tp=float(each)), A100)).total) for each in tp]
+    assert whole == pytest.approx(single, rel=1e-12)
+    assert all(math.isfinite(each) for each in single)
