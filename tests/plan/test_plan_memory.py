@@ -147,7 +147,7 @@ def test_interleaving_holds_more() -> None:
 
 def test_columns_give_what_rows_give() -> None:
     tp = np.array([1.0, 2.0, 4.0, 8.0])
-    whole = memory(work_of(GPT, split(tp=tp), A100)).total
+    whole = memory(work_of(GPT, split().with_(tp=tp), A100)).total
     single = [float(memory(work_of(GPT, split(tp=float(each)), A100)).total) for each in tp]
     assert whole == pytest.approx(single, rel=1e-12)
     assert all(math.isfinite(each) for each in single)
