@@ -40,8 +40,45 @@ from modelworks.plan import (
 from modelworks.plan.columns import SCHEDULES
 
 GIB = 2.0**30
+TIERS = ("A", "B")  # of rows whose step time counts; a table without tiers counts whole
 SQUAD_TOKENS = 250.0  # mean length of a packed example: question, passage and answer (Rajpurkar et al. 2016)
 NETWORKS = {"Jean Zay": 400.0 / 8, "bigscience": 400.0 / 8}  # Gbit/s a device: four Omni-Path links for eight GPUs
+COLUMNS = [
+    "check_flag",
+    "derived_step_time_s",
+    "dp",
+    "ep",
+    "ffn_hidden",
+    "global_batch_seqs",
+    "gpu",
+    "heads",
+    "hidden",
+    "id",
+    "kv_heads",
+    "layers",
+    "memory_gib",
+    "micro_batch",
+    "model",
+    "moe_ffn",
+    "pp",
+    "cp",
+    "n_experts",
+    "n_gpus",
+    "notes",
+    "precision",
+    "recompute",
+    "seq",
+    "sharding",
+    "source",
+    "step_time_s",
+    "task",
+    "tier",
+    "tokens_per_s_per_gpu",
+    "top_k",
+    "tp",
+    "vocab",
+    "vp",
+]
 OLD = ("Megatron-DeepSpeed", "bigscience", "Narayanan", "Korthikanti", "vTrain", "MT-NLG", "Megatron-LM 2020")
 
 # What public configurations say and the table has no column for: sparse layers, the shared expert (as one more that
@@ -74,19 +111,24 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             table = list(csv.DictReader(file))
+        if absent := [name for name in COLUMNS if table and name not in table[0]]:
+            raise UserError(f"{path}: no column {', '.join(absent)}")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     for cells in table:
         reason = _unusable(cells)
         if reason:
             skipped[reason] = skipped.get(reason, 0) + 1
-        else:
+            continue
+        try:
             rows.append(_row(cells))
+        except ValueError as error:
+            raise UserError(f"{path}: row {cells['id']}: {error}") from error
     return rows, skipped
 
 
 def _unusable(cells: Mapping[str, str]) -> str | None:
-    if cells["tier"] not in ("A", "B", "B-mem"):
+    if cells["tier"] not in ("", *TIERS, "B-mem"):
         return f"tier {cells['tier']}"
     if cells["check_flag"]:
         return "contradiction flagged in the table"
@@ -114,7 +156,7 @@ def _row(cells: Mapping[str, str]) -> Row:
     if network:
         machine = machine.with_(network_bandwidth=network)
     work = Work(shape, split, machine, _numerics(cells, precision, split), software)
-    measured = _step_time(cells) if cells["tier"] in ("A", "B") else None
+    measured = _step_time(cells) if cells["tier"] in ("", *TIERS) else None
     memory = float(cells["memory_gib"]) * GIB if cells["memory_gib"] else None
     return Row(
         id=cells["id"],
