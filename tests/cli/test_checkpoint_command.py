@@ -221,6 +221,10 @@ def test_verify_of_truncated_and_missing_files(run: Path, call: Any) -> None:
     code, _, err = call("verify", "tiny@300")
     assert code == 1
     assert path.name in err
+    code, out, err = call("verify", "tiny")
+    assert code == 1, "the newest is not complete, and the one before it does not hide that"
+    assert "step-00000200: whole" in out
+    assert path.name in err
 
 
 def test_prune(run: Path, call: Any) -> None:
@@ -234,10 +238,13 @@ def test_prune(run: Path, call: Any) -> None:
     assert steps(directory) == [200, 300]
     call("prune", "tiny", "--keep-every", "200")
     assert steps(directory) == [200, 300]
-    call("prune", "tiny")
-    assert steps(directory) == [300]
-    call("prune", "tiny")
-    assert steps(directory) == [300], "never below one"
+    code, _, err = call("prune", "tiny")
+    assert code == 2
+    assert "say what to keep" in err
+    assert steps(directory) == [200, 300]
+    for _ in range(2):
+        call("prune", "tiny", "--keep-last", "1")
+        assert steps(directory) == [300], "never below one"
 
 
 def test_prune_by_the_highest_value(run: Path, call: Any) -> None:
@@ -249,7 +256,7 @@ def test_prune_counts_complete_ones_only(run: Path, call: Any) -> None:
     """With the newest damaged, the newest that is complete stays."""
     (run / "checkpoints" / "step-00000300" / "manifest.json").unlink()
     half_written(run)
-    call("prune", "tiny")
+    call("prune", "tiny", "--keep-last", "1")
     assert steps(run / "checkpoints") == [200, 300]
     assert (run / "checkpoints" / ".tmp-step-00000400-0123abcd").is_dir()
 

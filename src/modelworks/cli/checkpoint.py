@@ -105,7 +105,7 @@ def verify(
     modelworks checkpoint verify my-run
     modelworks checkpoint verify s3://bucket/my-run --all
     """
-    from modelworks.checkpoint import CheckpointError, find_folder, find_storage
+    from modelworks.checkpoint import CheckpointError, find_storage
 
     output = Output(json=json)
     with _reading(checkpoint):
@@ -115,7 +115,7 @@ def verify(
             if not folders:
                 raise UserError(f"{storage.label}: no checkpoint is here")
         else:
-            folders = [find_folder(checkpoint)]
+            folders = _newest_and_damaged(checkpoint)
     failures, checked = [], 0
     for folder in folders:
         try:
@@ -135,7 +135,7 @@ def verify(
 
 def prune(
     place: Place,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="Keep this many of the newest.")] = 1,
+    keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Keep this many of the newest.")] = None,
     keep_every: Annotated[int | None, typer.Option("--keep-every", min=1, help="Keep multiples of N steps.")] = None,
     best: Annotated[str | None, typer.Option("--best", help="Keep the best by this metric, e.g. val_loss.")] = None,
     highest: Annotated[bool, typer.Option("--highest", help="With --best: the highest value is the best.")] = False,
@@ -152,12 +152,14 @@ def prune(
     from modelworks.checkpoint import Retention, find_storage
 
     output = Output(json=json)
+    if keep_last is None and keep_every is None and best is None:
+        raise UserError("say what to keep: --keep-last N, --keep-every N or --best METRIC (--dry-run only shows it)")
     with _reading(place):
         storage = find_storage(place).storage
         names = storage.checkpoints()
         _check_metric(storage, best)
         modes: dict[bool, Literal["min", "max"]] = {True: "max", False: "min"}
-        retention = Retention(storage, keep_last, keep_every, None if best is None else (best, modes[highest]))
+        retention = Retention(storage, keep_last or 1, keep_every, None if best is None else (best, modes[highest]))
         surplus = retention.surplus()
         sizes = {name: sum(storage.folder(name).sizes().values()) for name in surplus}
     for name in surplus:
@@ -231,6 +233,20 @@ def _reading(place: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{place}: cannot be read ({error.strerror or error})") from None
+
+
+def _newest_and_damaged(checkpoint: str) -> list[Folder]:
+    """The checkpoint that is asked for; of a place the newest complete one, and those after it, which are not."""
+    from modelworks.checkpoint import CheckpointError, find_folder, find_storage
+
+    folder = find_folder(checkpoint)
+    try:
+        storage = find_storage(checkpoint).storage
+    except CheckpointError:  # it is a checkpoint itself
+        return [folder]
+    names = storage.checkpoints()
+    later = names[names.index(folder.name) + 1 :] if "@" not in checkpoint and folder.name in names else []
+    return [folder, *map(storage.folder, later)]
 
 
 def _verify(folder: Folder, output: Output) -> int:

@@ -23,6 +23,8 @@ from modelworks.train.resuming import Found
 from modelworks.train.state import TrainState
 from modelworks.train.terminal import Terminal
 
+_WORTH_SAYING = 0.05  # seconds of waiting
+
 
 @dataclass
 class Checkpoints:
@@ -77,7 +79,8 @@ class Checkpoints:
             started = time.monotonic()
             self._take(state, self.saver.wait())
             waited = time.monotonic() - started
-            self._tell(state, f"{before}: waited {waited:.1f} s for it")
+            if waited >= _WORTH_SAYING:
+                self._tell(state, f"{before}: waited {waited:.1f} s for it")
             self.log.figure(state.step, "checkpoint/waited_seconds", waited, "s")
         self.pace.began()
         self._saved_step = state.step
