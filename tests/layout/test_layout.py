@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given, settings
@@ -34,6 +34,17 @@ def test_groups_along_an_axis_split_the_world(layout: Layout, axis: str) -> None
         assert len(group) == getattr(layout, axis)
         assert all(layout.ranks(rank, axis) == group for rank in group)
         assert [getattr(layout.coordinates(rank), axis) for rank in group] == list(range(len(group)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(layouts, st.data())
+def test_sizes_and_places_are_those_of_the_listed_groups(layout: Layout, data: st.DataObject) -> None:
+    ranks = layout.dp_replicate * layout.dp_shard * layout.cp
+    layout = replace(layout, ep=data.draw(st.sampled_from([ep for ep in range(1, ranks + 1) if ranks % ep == 0])))
+    for group in (*AXES, "world", "dp", "shard", "data", "ep", "expert_shard", "expert_replicate"):
+        for rank in range(layout.world_size):
+            listed = layout.ranks(rank, group)
+            assert (layout.size(rank, group), layout.place(rank, group)) == (len(listed), listed.index(rank))
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None:

@@ -144,6 +144,16 @@ def test_one_candidate_is_simulated_on_the_schedule() -> None:
     assert any("fits" in reason or "does not fit" in reason for reason in found.reasons)
 
 
+def test_ten_thousands_of_devices_are_planned_like_a_few() -> None:
+    """No list of ranks is made: a hundred thousand shards of ZeRO-3 are counted. None is less than a row."""
+    few, many = (
+        evaluate(Candidate(model("llama-3-8b"), ParallelConfig(dp_shard=n, zero=3), A100, 1, n, 4096))
+        for n in (64, 2**17)
+    )
+    assert many.bytes["optimizer"] < few.bytes["optimizer"] / 64
+    assert many.step_seconds > few.step_seconds
+
+
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     candidate = Candidate(model("llama-3-8b"), ParallelConfig(dp_replicate=3), A100, 1, 64, 4096)
     with pytest.raises(UserError, match="global_batch: got 64, expected a multiple of 3"):

@@ -129,12 +129,26 @@ class Layout:
         return ends if self.pp > 1 and rank in ends else (rank,)
 
     def size(self, rank: int, group: str) -> int:
-        """Ranks in that group."""
-        return len(self.ranks(rank, group))
+        """Ranks in that group, counted without listing them: plans for thousands of ranks ask this often."""
+        del rank  # all groups of a name are equally large
+        if group == "ep":
+            return self.ep
+        if group in ("expert_shard", "expert_replicate"):
+            copies = self.dp_replicate * self.dp_shard * self.cp // self.ep
+            return self._expert_shards if group == "expert_shard" else copies // self._expert_shards
+        return math.prod(getattr(self, axis) for axis in _axes(group))
 
     def place(self, rank: int, group: str) -> int:
         """Where `rank` stands in its group of that name, from 0."""
-        return self.ranks(rank, group).index(rank)
+        here = self.coordinates(rank)
+        if group in ("ep", "expert_shard", "expert_replicate"):
+            place = self.place(rank, "data")
+            number, within = place // self.ep, self._expert_shards
+            return {"ep": place % self.ep, "expert_shard": number % within}.get(group, number // within)
+        place = 0
+        for axis in _axes(group):
+            place = place * getattr(self, axis) + getattr(here, axis)
+        return place
 
     def _product(self, here: Coordinates, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `here` along `axes` only, the last of them running fastest."""
@@ -150,13 +164,27 @@ class Layout:
     def _expert_ranks(self, data: tuple[int, ...], place: int, group: str) -> tuple[int, ...]:
         """Ranks that hold the same experts. Those of one replica shard them, unless an expert group leaves it."""
         same = data[place % self.ep :: self.ep]
-        replica = self.dp_shard * self.cp
-        within = replica // self.ep if replica % self.ep == 0 else 1
+        within = self._expert_shards
         number = place // self.ep
         if group == "expert_shard":
             first = number - number % within
             return same[first : first + within]
         return same[number % within :: within]
+
+    @property
+    def _expert_shards(self) -> int:
+        """Ranks of one replica that hold the same experts; 1 where an expert group leaves it."""
+        replica = self.dp_shard * self.cp
+        return replica // self.ep if replica % self.ep == 0 else 1
+
+
+def _axes(group: str) -> tuple[str, ...]:
+    """The axes along which the ranks of a group differ, slowest first."""
+    if group == "world":
+        return AXES
+    if group not in _COMBINED and group not in AXES:
+        raise KeyError(f"no group is called {group}")
+    return _COMBINED.get(group, (group,))
 
 
 _COMBINED = {

@@ -111,9 +111,10 @@ def evaluate(candidate: Candidate, constants: Constants = CONSTANTS) -> Predicti
     )
     times = step_time(work)
     parts = {field.name: float(getattr(times, field.name)) for field in fields(StepTime)}
+    placed = stages(model, parallel, candidate.seq_len)
     timeline = None
     if parallel.pp > 1:
-        timeline = _timeline(candidate, work)
+        timeline = _timeline(candidate, work, placed)
         # what the closed form of the pipeline said, replaced by what the schedule does
         formula = sum(parts.values()) - parts["sends"] - parts["data"] - parts["optimizer"] - parts["overhead"]
         parts["idle"] += timeline.makespan - formula
@@ -128,6 +129,7 @@ def evaluate(candidate: Candidate, constants: Constants = CONSTANTS) -> Predicti
             numerics=work.numerics,
             seq_len=candidate.seq_len,
             micro_batches=micro_batches,
+            placed=placed,
         )
         for rank in Layout.of(parallel).ranks(0, "pp")
     ]
@@ -154,10 +156,9 @@ def evaluate(candidate: Candidate, constants: Constants = CONSTANTS) -> Predicti
     )
 
 
-def _timeline(candidate: Candidate, work: Work) -> Timeline:
+def _timeline(candidate: Candidate, work: Work, placed: list[list[int]]) -> Timeline:
     """The pipeline, stage by stage with the layers that each holds, on the trainer's schedule."""
     parallel = candidate.parallel
-    placed = stages(candidate.model, parallel, candidate.seq_len)
     layer, head, send = layer_costs(work)
     counts = [len(layers) for layers in placed]
     last = [float(stage == len(placed) - 1) for stage in range(len(placed))]
