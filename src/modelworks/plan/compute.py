@@ -257,8 +257,7 @@ def _elementwise(work: Work) -> Passes:
     """Norms, residual sums and dropout on the stream; activation on the hidden width; rotation of queries and keys."""
     shape, split, numerics, constants = work.shape, work.split, work.numerics, work.constants
     stream = split.tokens * shape.d_model / split.stream_split
-    hidden_share = shape.dense_share + (1.0 - shape.dense_share) * 0.0
-    hidden = split.tokens * shape.d_ff / split.tp * hidden_share
+    hidden = split.tokens * shape.d_ff / split.tp * shape.dense_share
     routed = split.tokens * shape.experts_per_token * (1.0 - shape.dense_share)
     heads = split.tokens * (shape.d_attention + shape.d_kv) / split.tp
     # two norms (read, write), two sums (read, read, write); activation; rotation; experts' rows copied in and out
