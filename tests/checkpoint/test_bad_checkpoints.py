@@ -166,6 +166,33 @@ def test_a_damaged_tokenizer(tmp_path: Path) -> None:
         _ = open_checkpoint(path).tokenizer
 
 
+@pytest.mark.parametrize("directory", ["../../other", "/etc", "", "."])
+def test_a_tokenizer_that_lies_outside(tmp_path: Path, directory: str) -> None:
+    """Files that the manifest does not list are not checked, so they are not read either."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = RunConfig(model=ModelConfig(n_layers=1, d_model=8, n_heads=2, vocab_size=8192))
+    path = Path(
+        write_checkpoint(
+            tmp_path / "run", step=1, config=config, sections={}, state={}, tokenizer=tmp_path / "tokenizer.json"
+        )
+    )
+    edit(path, lambda manifest: manifest["tokenizer"].update(directory=directory))
+    with pytest.raises(CheckpointError, match="not inside the checkpoint"):
+        _ = open_checkpoint(path).tokenizer
+    edit(path, lambda manifest: manifest["tokenizer"].update(directory="elsewhere"))
+    with pytest.raises(CorruptedCheckpoint, match="lists no file of its tokeniser"):
+        _ = open_checkpoint(path).tokenizer
+
+
+def test_one_that_was_renamed(path: Path) -> None:
+    """Under a later step's name a run would go on from it again and again, whatever it saves."""
+    other = path.rename(path.with_name("step-00000009"))
+    refused(
+        other, "step-00000009: is the checkpoint of step 1, by its manifest, and was renamed; name it step-00000001"
+    )
+    assert open_checkpoint(other.rename(path.with_name("kept for the paper"))).step == 1
+
+
 @pytest.mark.parametrize("magic", ["zip", "pickle", "gguf"])
 def test_a_pickle_in_disguise(path: Path, magic: str) -> None:
     """Also where whoever made it signs it in the manifest; nothing in it is ever run."""

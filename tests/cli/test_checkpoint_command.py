@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from modelworks.checkpoint import explain_unfinished, open_checkpoint, open_storage, write_checkpoint
+from modelworks.checkpoint.checksums import digest
 from modelworks.checkpoint.storage import open_folder
 from modelworks.cli.main import main
 from modelworks.config import dump_yaml
@@ -301,3 +302,22 @@ def test_no_checkpoint_yet(run: Path, call: Any) -> None:
     code, _, err = call("verify", "tiny")
     assert code == 2
     assert "no checkpoint is here" in err
+
+
+@pytest.mark.parametrize("selector", ["\u00b2", "9" * 200, "\u0661\u0660\u0660"])
+def test_a_selector_that_is_no_step(run: Path, call: Any, selector: str) -> None:
+    code, out, _ = call("show", f"tiny@{selector}", "--json")
+    assert code == 2
+    assert "no such step; there are latest, best, 100, 200, 300" in result(out)["error"]
+
+
+def test_show_of_a_configuration_without_a_name(run: Path, call: Any) -> None:
+    path = run / "checkpoints" / "step-00000300"
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["config"]["name"]
+    text = json.dumps(manifest).encode()
+    (path / "manifest.json").write_bytes(text)
+    (path / "manifest.checksum").write_text(f"{digest(text)}\n")
+    code, out, _ = call("show", path)
+    assert code == 0
+    assert "without a name" in out

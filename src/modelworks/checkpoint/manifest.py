@@ -23,6 +23,7 @@ from modelworks.checkpoint.errors import ADVICE, CheckpointError, CorruptedCheck
 from modelworks.checkpoint.formats.safetensors_files import parse_json
 from modelworks.checkpoint.names import MANIFEST as MANIFEST
 from modelworks.checkpoint.names import MANIFEST_CHECKSUM as MANIFEST_CHECKSUM
+from modelworks.checkpoint.names import is_step, step_name, step_number
 from modelworks.checkpoint.storage import Folder, open_folder
 from modelworks.checkpoint.tensor_entries import TensorEntry, read_entries
 from modelworks.config import ModelConfig, RunConfig
@@ -130,10 +131,12 @@ def read_manifest(where: Folder | Path | str) -> Manifest:
         from modelworks.checkpoint.manifest_v1 import read_version_1
 
         manifest = read_version_1(folder, raw, text)
+        _check_name(folder, manifest.step)
         _check_files(folder, manifest.files, sizes)
         return manifest
     _check_own_checksum(folder, digest(text))
     stored = validated(_Version2, raw, path)
+    _check_name(folder, stored.step)
     _check_files(folder, stored.files, sizes)
     scheme = Scheme(XXH3.name, XXH3.digits, stored.block_bytes, XXH3.digest)
     tensors = read_entries(stored.tensors, [file.bytes for file in stored.files], scheme, path)
@@ -212,6 +215,15 @@ def _check_own_checksum(folder: Folder, found: str) -> None:
     if found not in accepted:
         raise CorruptedCheckpoint(
             f"{folder.label}/{MANIFEST}: was changed after it was written (its checksum differs); {ADVICE}"
+        )
+
+
+def _check_name(folder: Folder, step: int) -> None:
+    """Under the name of a later step it would be what a run goes on from, again and again, whatever it saves."""
+    if is_step(folder.name) and step_number(folder.name) != step:
+        raise CorruptedCheckpoint(
+            f"{folder.label}: is the checkpoint of step {step}, by its manifest, and was renamed; name it "
+            f"{step_name(step)} again"
         )
 
 

@@ -9,7 +9,7 @@ MANIFEST, MANIFEST_CHECKSUM = "manifest.json", "manifest.checksum"
 MANIFEST_CRC = "manifest.crc32"  # beside manifests of format version 1
 LATEST = "latest"
 TEMPORARY, REPLACED, REMOVED = ".tmp-", ".replaced-", ".removed-"
-_STEP = re.compile(r"step-(\d{8,})$")
+_STEP = re.compile(r"step-([0-9]{8,18})$")
 
 
 def step_name(step: int) -> str:

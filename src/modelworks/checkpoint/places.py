@@ -8,6 +8,7 @@ my-run@2000, …@latest       one of a run, or of a directory of checkpoints
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from modelworks.checkpoint.names import MANIFEST, TEMPORARY, checkpoint_director
 from modelworks.checkpoint.retention import complete_checkpoints
 from modelworks.checkpoint.storage import Folder, Storage, is_url, open_folder, open_storage
 from modelworks.config import RunConfig, UserError, load_run_config, nearest
+
+_STEP = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def find_folder(text: str) -> Folder:
         return open_folder(name if is_url(name) else Path(name).expanduser())
     storage = find_storage(name).storage
     names = storage.checkpoints()
-    if not names and not selector.isdigit():
+    number = int(selector) if _STEP.fullmatch(selector) else None
+    if not names and number is None:
         raise CheckpointError(f"{storage.label}: no checkpoint is here")
     if selector == "best":
         found = locate_model(text, lambda _: None).folder
@@ -66,7 +70,7 @@ def find_folder(text: str) -> Folder:
                 f"{name}@{step_number(names[-1])}` says what is missing"
             )
         return storage.folder(complete[-1])
-    wanted = step_name(int(selector)) if selector.isdigit() else selector
+    wanted = selector if number is None else step_name(number)
     if wanted not in names:
         attempts = sorted(storage.path.glob(f"{TEMPORARY}{wanted}-*")) if isinstance(storage, LocalStorage) else []
         if attempts and is_step(wanted):

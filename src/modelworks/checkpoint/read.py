@@ -35,7 +35,7 @@ from modelworks.checkpoint.manifest import (
 )
 from modelworks.checkpoint.names import MANIFEST, MANIFEST_CHECKSUM, MANIFEST_CRC, TEMPORARY
 from modelworks.checkpoint.shard_reader import ShardReader
-from modelworks.checkpoint.storage import Folder, open_folder
+from modelworks.checkpoint.storage import Folder, check_inside, open_folder
 from modelworks.checkpoint.tensor_entries import TensorEntry
 from modelworks.config import ModelConfig, RunConfig
 
@@ -100,7 +100,10 @@ class Checkpoint:
         entry = self.manifest.head.tokenizer
         if entry is None:
             return None
+        check_inside(self.label, entry.directory)
         contents = {file.name: self._checked(file) for file in self._other_files(f"{entry.directory}/")}
+        if not contents:
+            raise CorruptedCheckpoint(f"{self.label}/{MANIFEST}: lists no file of its tokeniser; {ADVICE}")
         local = self.folder.local()
         if local is not None:
             return local / entry.directory

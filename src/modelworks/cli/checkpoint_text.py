@@ -71,7 +71,10 @@ def describe(checkpoint: Checkpoint) -> Description:
         ("step", f"{checkpoint.step:,}"),
         ("saved", f"{head.created} by {head.writer}, format version {head.version}"),
         ("model", f"{model.family}, {format_count(count_parameters(model).total)} parameters"),
-        ("run", head.config["name"] if head.config else f"none: {head.state.get('origin', 'a model alone')}"),
+        (
+            "run",
+            f"none: {head.state.get('origin', 'a model alone')}" if head.config is None else _run_name(head.config),
+        ),
         ("layout", _layout(layout)),
         ("files", f"{len(sizes)} files, {format_bytes(sum(sizes.values()))}"),
         ("tokenizer", "yes" if head.tokenizer else "no"),
@@ -123,6 +126,10 @@ def _section(checkpoint: Checkpoint, section: str) -> dict[str, Any]:
         dtypes[name] = dtypes.get(name, 0) + 1
     size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in types.values())
     return {"tensors": len(types), "bytes": size, "dtypes": dtypes}
+
+
+def _run_name(config: dict[str, Any]) -> str:
+    return str(config.get("name", "without a name"))
 
 
 def _layout(values: dict[str, Any]) -> str:
