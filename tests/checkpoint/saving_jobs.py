@@ -142,7 +142,8 @@ def _failing(fails: tuple[int, int, str, str] | None, rank: int, step: int, wher
             return
         if kind == "vanished":
             for path in Path(where).glob(".tmp-*"):
-                shutil.rmtree(path)
+                gone = path.rename(path.with_name(f"gone-{path.name}"))  # at once, whoever writes there
+                shutil.rmtree(gone, ignore_errors=True)
         elif kind == "not shared":
             for path in Path(where).glob(".tmp-*/rank-00001.safetensors"):
                 path.unlink()
