@@ -391,3 +391,23 @@ def test_what_is_refused_of_version_1(tmp_path: Path) -> None:
     path = broken(lambda manifest: None)
     edit_file(path / "routing.safetensors", lambda data: data.__setitem__(-1, data[-1] ^ 1))
     refused(path, r"routing.safetensors: the checksum of tensor `routing/extra` differs")
+
+
+@pytest.mark.parametrize("value", ["x", [1.0], {"non_finite": [1]}, {}, None, True, 10**400])
+def test_metrics_that_are_no_numbers(path: Path, value: Any) -> None:
+    edit(path, lambda manifest: manifest["metrics"].update(val_loss=value))
+    refused(path, "metrics: Value error, `val_loss` is no number")
+
+
+@pytest.mark.parametrize("key", ["state", "layout", "config", "model", "metrics"])
+def test_nested_too_deep_for_what_walks_through_it(path: Path, key: str) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"a": deep}
+    edit(path, lambda manifest: manifest.update({key: deep}))
+    refused(path, f"{key}: Value error, nested more than 64 levels deep")
+
+
+def test_a_file_name_that_no_disk_can_hold(path: Path) -> None:
+    edit(path, lambda manifest: manifest["files"][0].update(name="\ud800"))
+    refused(path, "not inside the checkpoint", CheckpointError)

@@ -143,3 +143,31 @@ def test_the_best(where: str) -> None:
     assert best_checkpoint(storage, "val_loss", "min") == step_name(4)  # the newest of equals
     assert best_checkpoint(storage, "val_loss", "max") == step_name(5)
     assert best_checkpoint(storage, "accuracy", "max") is None
+
+
+def test_a_link_to_a_checkpoint_that_was_moved_goes_and_saving_goes_on(tmp_path: Path) -> None:
+    place, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for step in (1, 2):
+        write(place, step)
+    (place / step_name(1)).rename(elsewhere)
+    (place / step_name(1)).symlink_to(elsewhere)
+    storage = open_storage(place)
+    assert Retention(storage, 1).remove() == [step_name(1)]
+    assert steps(storage) == [2]
+    (place / f".removed-{step_name(9)}").symlink_to(elsewhere)  # as a writer killed in the middle leaves it
+    write(place, 3)
+    assert sorted(path.name for path in place.iterdir() if path.is_dir()) == [step_name(2), step_name(3)]
+    assert (elsewhere / "manifest.json").is_file()
+
+
+def test_what_cannot_be_swept_away_keeps_nobody_from_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    for left in (f".removed-{step_name(9)}", f".replaced-{step_name(1)}", f".tmp-{step_name(8)}-01234567"):
+        (tmp_path / left).mkdir()
+
+    def busy(path: Path, **_: Any) -> None:
+        raise OSError(39, "Directory not empty", str(path))
+
+    monkeypatch.setattr("modelworks.checkpoint.local_storage.shutil.rmtree", busy)
+    write(tmp_path, 2)
+    assert steps(open_storage(tmp_path)) == [1, 2]

@@ -232,7 +232,18 @@ def test_another_best_metric_is_not_compared_with_the_old(tiny_config: Any, tiny
     assert (run_dir / "checkpoints" / "step-00000004").exists()
 
 
-@pytest.mark.parametrize("change", [{"updates": "many"}, {"updates": None}, {"best": 3}, {"loss_scaler": {}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"updates": "many"},
+        {"updates": None},
+        {"updates": -5},
+        {"updates": 0.5},
+        {"updates": 2},
+        {"best": 3},
+        {"loss_scaler": {}},
+    ],
+)
 def test_a_training_state_that_makes_no_sense_is_one_line(
     change: dict[str, Any], tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

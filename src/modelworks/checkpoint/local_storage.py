@@ -180,7 +180,8 @@ class LocalStorage:
         self._unlock(attempt)
         if aside.exists():
             reached("before the older one of the step is removed")
-            shutil.rmtree(aside)
+            with suppress(OSError):  # the new one is visible; the next sweep tries again
+                _remove_tree(aside)
         return LocalFolder(final)
 
     def abort(self, attempt: str) -> None:
@@ -201,28 +202,35 @@ class LocalStorage:
 
     def remove(self, name: str) -> None:
         aside = self.path / f"{REMOVED}{name}"
-        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):
+            _remove_tree(aside)
         os.rename(self.folder(name).path, aside)
         reached("old one hidden")
-        shutil.rmtree(aside)
+        _remove_tree(aside)
 
     def sweep(self, name: str | None = None) -> None:
         """Remove what killed writers left: temporaries (of steps, of `latest` and of `name`), half-removed checkpoints
-        and replaced ones. One that was replaced and whose successor never arrived is put back under its name."""
+        and replaced ones. One that was replaced and whose successor never arrived is put back under its name.
+
+        What cannot be removed stays hidden and costs space; it must not keep anyone from saving.
+        """
         replaced = [*self.path.glob(f"{REPLACED}step-*"), *([self.path / f"{REPLACED}{name}"] if name else [])]
         for path in filter(Path.is_dir, dict.fromkeys(replaced)):
             final = path.with_name(path.name.removeprefix(REPLACED))
             if final.exists():
-                shutil.rmtree(path)
+                with suppress(OSError):
+                    _remove_tree(path)
             else:
                 os.rename(path, final)
         for path in self.path.glob(f"{REMOVED}step-*"):
-            shutil.rmtree(path)
+            with suppress(OSError):
+                _remove_tree(path)
         for path in self.path.glob(f"{TEMPORARY}*"):
             match = _ATTEMPT.fullmatch(path.name.removeprefix(TEMPORARY))
             ours = match and (match[1] in (name, LATEST) or match[1].startswith("step-"))
             if ours and not in_use(path):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    _remove_tree(path)
 
     def _temporary(self, attempt: str) -> Path:
         return self.path / f"{TEMPORARY}{attempt}"
@@ -246,6 +254,14 @@ def in_use(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _remove_tree(path: Path) -> None:
+    """A directory, a file, or a link to a checkpoint that someone has moved: the link goes, what it leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def fsync_directory(path: Path) -> None:

@@ -11,12 +11,12 @@ what it can make a reader allocate is bounded by their sizes. docs/checkpoint-fo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from modelworks.checkpoint.checksums import XXH3, Scheme, digest
 from modelworks.checkpoint.errors import ADVICE, CheckpointError, CorruptedCheckpoint
@@ -31,6 +31,7 @@ from modelworks.config import ModelConfig, RunConfig
 FORMAT = "modelworks-checkpoint"
 VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 28
+_MAX_DEPTH = 64
 _Config = TypeVar("_Config", ModelConfig, RunConfig)
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -70,6 +71,27 @@ class Head(Stored):
     tokenizer: TokenizerEntry | None
     state: dict[str, Any]
     metrics: dict[str, Any]
+
+    @field_validator("model", "config", "layout", "state", "metrics")
+    @classmethod
+    def _shallow(cls, value: Any) -> Any:
+        """What follows goes through these level by level, and Python's stack is finite."""
+        if _is_deeper(value, _MAX_DEPTH):
+            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, number in value.items():
+            number = decode_numbers(number)
+            try:
+                is_number = type(number) in (int, float) and type(float(number)) is float
+            except OverflowError:  # a whole number of hundreds of digits
+                is_number = False
+            if not is_number:
+                raise ValueError(f"`{name}` is no number that a metric can be")
+        return value
 
 
 @dataclass(frozen=True)
@@ -173,6 +195,20 @@ def decode_numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [decode_numbers(item) for item in value]
     return value
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Whether lists and objects are nested in each other more than `limit` times."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [inner for item in level if isinstance(item, dict | list) for inner in _inside(item)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(item: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return item.values() if isinstance(item, dict) else item
 
 
 def parse_model(manifest: Manifest, label: str) -> ModelConfig:

@@ -145,5 +145,7 @@ def is_url(where: str | Path) -> bool:
 def check_inside(label: str, file: str) -> None:
     """Raise CheckpointError unless `file` is a plain relative name below its folder."""
     parts = file.split("/")
-    if any(part in ("", ".", "..") for part in parts) or "\\" in file or "\0" in file:
+    # No disk can hold half a surrogate pair, which JSON can spell.
+    odd = any(character < " " or "\ud800" <= character <= "\udfff" or character == "\\" for character in file)
+    if odd or any(part in ("", ".", "..") for part in parts):
         raise CheckpointError(f"{label}: names the file {file!r}, which is not inside the checkpoint")

@@ -73,7 +73,12 @@ class TrainState:
         checkpoint = reader.checkpoint
         values = checkpoint.state
         try:
-            self.optimizer.load_state(self._slices(reader), int(values["updates"]))
+            updates = values.get("updates")
+            if type(updates) is not int or not 0 <= updates <= checkpoint.step:
+                raise ValueError(
+                    f"`updates` is {updates!r}, expected a whole number from 0 to its {checkpoint.step} steps"
+                )
+            self.optimizer.load_state(self._slices(reader), updates)
             if self.scaler:
                 self.scaler.load_state(values["loss_scaler"])
             best = values["best"]
