@@ -291,6 +291,12 @@ def test_a_storage_that_is_somebody_elses_is_refused(tiny_config: Any, tiny_mach
         UserError, match="holds checkpoints of the run `tiny`, which --overwrite of `other` would remove"
     ):
         train(tiny_config(there, short, "name=other"), tmp_path / "two", overwrite=True, machine=tiny_machine)
+    with pytest.raises(
+        UserError, match="holds checkpoints of the run `tiny`, which --resume of `other` would go on from"
+    ):
+        train(tiny_config(there, short, "name=other"), tmp_path / "two", resume=True, machine=tiny_machine)
+    renamed = train(tiny_config(there, short, "name=other"), tmp_path / "one", resume=True, machine=tiny_machine)
+    assert renamed.steps == 1  # its directory says that the place is its own
     assert (tmp_path / "shared" / "step-00000001").exists()
     train(tiny_config(there, "train.duration=2 steps"), tmp_path / "one", overwrite=True, machine=tiny_machine)
     assert [path.name for path in (tmp_path / "shared").glob("step-*")] == ["step-00000002"]
@@ -338,3 +344,11 @@ def test_a_storage_that_cannot_be_reached_is_one_line(tiny_config: Any, tiny_mac
     for place, words in ((tmp_path / "file" / "inside", "Not a directory"), ("nosuch://bucket", "nosuch")):
         with pytest.raises(UserError, match=words):
             train(tiny_config(f"checkpoint.storage={place}"), tmp_path / "run", resume=True, machine=tiny_machine)
+
+
+def test_staging_that_does_not_hold_all_is_said(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    for limit, said in (("1KiB", True), ("1GiB", False)):
+        run_dir = tmp_path / limit
+        train(tiny_config("train.duration=1 steps", f"checkpoint.staging={limit}"), run_dir, machine=tiny_machine)
+        [reason] = [d["reason"] for d in events(run_dir, "decision") if d["key"] == "checkpoint staging"]
+        assert ("the rest is written before the step goes on" in reason) == said

@@ -20,7 +20,7 @@ from modelworks.optim import Schedule, build_schedule
 from modelworks.train.layout_decisions import layout_decisions
 from modelworks.train.memory import MemoryPrediction
 from modelworks.train.precision import PRECISIONS, Precision
-from modelworks.train.rank_memory import predict_rank_memory, saved_bytes, staged_bytes
+from modelworks.train.rank_memory import predict_rank_memory, saved_bytes, staged_bytes, written_bytes
 
 # Tokens of one micro-batch: enough rows for full-speed products. Beyond it activations only leave the caches sooner.
 CPU_TOKENS = 4096
@@ -130,7 +130,12 @@ def derive(
     checkpoint = resolved.checkpoint
     staging = staged_bytes(split, precision=train.precision)
     if staging:
-        copied = "what it saves is copied there, and written while training goes on"
+        copied, wanted = "what it saves", written_bytes(split, precision=train.precision)
+        if wanted > staging:
+            copied = f"of the {format_bytes(wanted)} that it saves, what fits into checkpoint.staging"
+        copied += " is copied there, and written while training goes on"
+        if wanted > staging:
+            copied += "; the rest is written before the step goes on"
         decide("checkpoint staging", format_bytes(staging), f"host memory of the fullest rank: {copied}")
     every, interval = None, None
     if checkpoint.every == "auto":

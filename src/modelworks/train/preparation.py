@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from modelworks.checkpoint import Checkpoint, open_model
+from modelworks.checkpoint import Checkpoint, configured_storage, open_model
 from modelworks.config import Difference, RunConfig, UserError, resume_differences
 from modelworks.data import Dataset, TrainLoader, build_dataset
 from modelworks.hardware import Machine, MachineFacts, choose_threads, facts, measure_machine
@@ -111,7 +111,8 @@ def take_directory(
         run_directory.check_use(run_dir, resume=resume, overwrite=overwrite)
         if config.checkpoint.storage is not None:
             place, world_size = place_of(config, run_dir), mesh.layout.world_size
-            check_storage(config, place, world_size, resume=resume, overwrite=overwrite)
+            ours = configured_storage(run_dir) == place
+            check_storage(config, place, world_size, resume=resume, overwrite=overwrite, ours=ours)
 
     on_rank_0(mesh, take)
 

@@ -79,11 +79,18 @@ def _state_bytes(itemsize: int, parallel: ParallelConfig) -> int:
 
 
 def staged_bytes(config: RunConfig, *, precision: str) -> int:
-    """Host memory that the fullest rank copies into when it saves: its share of what it holds, copies of which other
-    ranks write a part of. Nothing where saves are not asynchronous."""
-    checkpoint, parallel, layout = config.checkpoint, config.parallel, Layout.of(config.parallel)
-    if not checkpoint.async_:
+    """Host memory that the fullest rank copies into when it saves, within `checkpoint.staging`. Nothing where saves are
+    not asynchronous."""
+    if not config.checkpoint.async_:
         return 0
+    wanted, limit = written_bytes(config, precision=precision), config.checkpoint.staging
+    return wanted if limit is None else min(wanted, limit)
+
+
+def written_bytes(config: RunConfig, *, precision: str) -> int:
+    """What the fullest rank writes of a checkpoint: its share of what it holds, copies of which other ranks write a
+    part of."""
+    parallel, layout = config.parallel, Layout.of(config.parallel)
     each = saved_bytes(config, precision=precision)
     stages, most = stage_layers(config), 0.0
     for rank in layout.ranks(0, "pp"):
@@ -94,8 +101,7 @@ def staged_bytes(config: RunConfig, *, precision: str) -> int:
                 copies *= layout.size(rank, plan.shard_group)
             share += plan.stored.n_local * each / copies
         most = max(most, share)
-    limit = checkpoint.staging
-    return round(most) if limit is None else min(round(most), limit)
+    return round(most)
 
 
 def saved_bytes(config: RunConfig, *, precision: str) -> int:

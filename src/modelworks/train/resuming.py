@@ -53,8 +53,13 @@ def place_of(config: RunConfig, run_dir: Path) -> str:
     return config.checkpoint.storage or str(run_dir / "checkpoints")
 
 
-def check_storage(config: RunConfig, place: str, world_size: int, *, resume: bool, overwrite: bool) -> None:
-    """Raise `UserError` where the storage cannot be used, or holds what this run must not touch."""
+def check_storage(
+    config: RunConfig, place: str, world_size: int, *, resume: bool, overwrite: bool, ours: bool = False
+) -> None:
+    """Raise `UserError` where the storage cannot be used, or holds what this run must not touch.
+
+    ours: this run's directory says already that it saves there, under whatever name.
+    """
     if place.startswith("memory://") and world_size > 1:
         raise UserError(
             f"checkpoint.storage: got {place}, expected a place that all {world_size} processes see: memory:// is a "
@@ -63,9 +68,9 @@ def check_storage(config: RunConfig, place: str, world_size: int, *, resume: boo
     storage = open_storage(place)
     _check_directory(storage)
     names = _names(storage)
-    if not names or resume:
+    if not names or (resume and ours):
         return
-    if not overwrite:
+    if not overwrite and not resume:
         raise UserError(
             f"checkpoint.storage: {storage.label} already holds checkpoints ({names[-1]} is the newest); go on with "
             "--resume, start over with --overwrite, or choose another place"
@@ -76,9 +81,11 @@ def check_storage(config: RunConfig, place: str, world_size: int, *, resume: boo
         except (CheckpointError, OSError):
             continue
         if owner != config.name:
+            harm = "would remove" if overwrite else "would go on from and remove in time"
+            option = "--overwrite" if overwrite else "--resume"
             raise UserError(
-                f"checkpoint.storage: {storage.label} holds checkpoints of the run `{owner}`, which --overwrite of "
-                f"`{config.name}` would remove; choose another place"
+                f"checkpoint.storage: {storage.label} holds checkpoints of the run `{owner}`, which {option} of "
+                f"`{config.name}` {harm}; choose another place"
             )
 
 
