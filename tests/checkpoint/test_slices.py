@@ -4,6 +4,7 @@ checked."""
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from in_parts import SMALL_BLOCKS, dealt_out, numbers, shards_of, write_parts
 from modelworks.checkpoint import CorruptedCheckpoint, open_checkpoint, open_storage
 from modelworks.checkpoint.formats.safetensors_files import DTYPES
 from modelworks.checkpoint.grid import cell_box, cell_volumes, cells_in, grid_of, n_cells, whole_box
+from modelworks.checkpoint.tensor_entries import TensorEntry
 
 
 @pytest.fixture(autouse=True)
@@ -191,3 +193,14 @@ def test_the_arithmetic_of_grids(data: st.DataObject, grid: Any) -> None:
 def test_pieces_that_are_no_grid(boxes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grid_of([4, 4], boxes)
+
+
+def test_shares_of_a_check_are_found_and_not_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand ranks write half a million pieces, and a bar moves a thousand times: their product is hours."""
+    ranks = [shards_of("w", numbers([8, 3]), [[0, 1, 3, 8], [0, 2, 3]])]
+    checkpoint = open_checkpoint(write_parts(open_storage(tmp_path), [[shard] for shard in ranks[0]]))
+    listed = []
+    real = TensorEntry.piece_bytes
+    monkeypatch.setattr(TensorEntry, "piece_bytes", lambda entry: listed.append(entry) or real(entry))
+    assert sum(checkpoint.verify(part=(index, 50)) for index in range(50)) == 8 * 3 * numbers([1]).element_size()
+    assert len(listed) == 1

@@ -17,7 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from modelworks.checkpoint.block_checks import BlockChecks
@@ -165,18 +167,13 @@ class Checkpoint:
         CorruptedCheckpoint that names file and tensor.
         """
         index, count = part
-        pieces = {
-            (int(entry.files[cell]), entry.key): (entry, cell, int(size))
-            for entry in self.manifest.tensors
-            if sections is None or entry.section in sections
-            for cell, size in enumerate(entry.piece_bytes())
-        }
-        total = sum(size for _, _, size in pieces.values())
-        checked = before = 0
-        for _, (entry, cell, size) in sorted(pieces.items(), key=lambda item: item[0]):
-            if before * count // max(total, 1) == index:
-                checked += self._shards.check(entry, Cell(cell, cell_box(entry.cuts, cell)))
-            before += size
+        pieces, before = self._all_pieces if sections is None else _pieces(self.manifest.tensors, sections)
+        total = max(int(before[-1]), 1)
+        # Shares are ranges of pieces: found, not searched for, since there may be many of both.
+        first, last = (int(np.searchsorted(before[:-1], -(-total * end // count))) for end in (index, index + 1))
+        checked = 0
+        for entry, cell in pieces[first:last]:
+            checked += self._shards.check(entry, Cell(cell, cell_box(entry.cuts, cell)))
         if index == 0:
             checked += sum(len(self._checked(file)) for file in self._other_files())
         return checked
@@ -199,6 +196,11 @@ class Checkpoint:
         return self._sections.get(section, {})
 
     @cached_property
+    def _all_pieces(self) -> tuple[list[tuple[TensorEntry, int]], NDArray[np.int64]]:
+        """Worked out once for the many shares of `verify`."""
+        return _pieces(self.manifest.tensors, None)
+
+    @cached_property
     def _sections(self) -> dict[str, dict[str, TensorEntry]]:
         sections: dict[str, dict[str, TensorEntry]] = {}
         for tensor in self.manifest.tensors:
@@ -211,6 +213,21 @@ class Checkpoint:
             for cell in cells_in(entry.cuts, bounds):
                 self._shards.read(entry, cell, bounds, out, checks)
         return out
+
+
+def _pieces(
+    tensors: Sequence[TensorEntry], sections: Collection[str] | None
+) -> tuple[list[tuple[TensorEntry, int]], NDArray[np.int64]]:
+    """Every piece (tensor, number of its cell) of the sections once, by file; the bytes before each, and of all."""
+    found = {
+        (file, entry.key): (entry, cell, size)
+        for entry in tensors
+        if sections is None or entry.section in sections
+        for cell, (file, size) in enumerate(zip(entry.files.tolist(), entry.piece_bytes().tolist(), strict=True))
+    }
+    ordered = [piece for _, piece in sorted(found.items(), key=lambda item: item[0])]
+    sizes = np.array([0, *(size for _, _, size in ordered)], np.int64)
+    return [(entry, cell) for entry, cell, _ in ordered], np.cumsum(sizes)
 
 
 def check_shapes(
