@@ -318,6 +318,15 @@ def test_old_ones_are_removed_after_a_save(tmp_path: Path) -> None:
     assert storage.checkpoints() == ["step-00000003", "step-00000004"]
 
 
+def test_old_ones_are_removed_where_latest_cannot_move(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    storage = open_storage(tmp_path)
+    saver = Saver(MESH, storage, background=True, retention=Retention(storage, keep_last=1))
+    first, second = saved(saver, 1), saved(saver, 2)
+    assert (first.removed, second.removed) == ([], ["step-00000001"])
+    assert "the checkpoint is complete, but `latest` could not be moved: Is a directory" in str(second.warning)
+
+
 def test_everything_is_durable_before_it_becomes_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Order of fsync and rename: a power cut cannot leave a visible checkpoint whose bytes were lost."""
     events: list[tuple[str, str]] = []

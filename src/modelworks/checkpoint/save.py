@@ -203,15 +203,19 @@ class Saver:
             self._storage.abort(flight.attempt)
             flight.end = _End(error=error)
             return
-        removed, warning = list[str](), None
+        removed, problems = list[str](), list[str]()
         try:
             self._storage.point_latest(step_name(flight.step))
-            reached("latest moved")
+        except Exception as failure:
+            problems.append(f"`latest` could not be moved: {_words(failure)}")
+        reached("latest moved")
+        try:  # all the same: or the disk would fill up
             if self._retention is not None:
                 removed = self._retention.remove(step_name(flight.step))
             reached("old ones removed")
         except Exception as failure:
-            warning = f"the checkpoint is complete, but not everything after it worked: {_words(failure)}"
+            problems.append(f"older ones could not be removed: {_words(failure)}")
+        warning = f"the checkpoint is complete, but {'; '.join(problems)}" if problems else None
         flight.end = _End(folder.label, None, warning, removed)
 
 
