@@ -12,8 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from modelworks.checkpoint import CheckpointError, convert, load_model, open_checkpoint
-from modelworks.config import UserError
+from modelworks.checkpoint import CheckpointError, convert, load_model, open_checkpoint, write_checkpoint
+from modelworks.config import ModelConfig, RunConfig, UserError
 from modelworks.models import CausalContext, to_hugging_face
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -316,3 +316,25 @@ def test_original_gpt2_names(tmp_path: Path) -> None:
         our_logits(tmp_path / "gpt2", tokens()), their_logits(reference, tokens()), rtol=0, atol=1e-4
     )
     shutil.rmtree(tmp_path / "gpt2")
+
+
+@pytest.mark.parametrize("to", ["hf", "modelworks"])
+def test_destinations_that_are_not_for_a_model(llama: Path, tmp_path: Path, to: Any) -> None:
+    """A URL, a run's checkpoint, and a directory that has more in it than a model."""
+    for place in ("s3://bucket/model", Path("s3://bucket/model"), "file:///model"):
+        with pytest.raises(CheckpointError, match="written to this machine's disk"):
+            convert(str(llama), place, to)
+    with pytest.raises(CheckpointError, match="named like a checkpoint of a run"):
+        convert(str(llama), tmp_path / "step-00000001", to, overwrite=True)
+    project = tmp_path / "project"
+    convert(str(llama), project, "hf")
+    (project / "src").mkdir()
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "config.json").write_text("{}")
+    run_config = RunConfig(model=ModelConfig(n_layers=1, d_model=8, n_heads=2, vocab_size=8192))
+    saved = write_checkpoint(tmp_path, step=1, config=run_config, sections={}, state={}, tokenizer=None)
+    renamed = Path(saved).rename(tmp_path / "kept")
+    for directory in (project, tmp_path / "web", renamed):
+        with pytest.raises(CheckpointError, match="is not a converted model, so --overwrite will not remove it"):
+            convert(str(llama), directory, to, overwrite=True)
+        assert directory.is_dir()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -33,8 +34,8 @@ from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.loading import open_model
 from modelworks.checkpoint.local_storage import in_use
 from modelworks.checkpoint.locate import Notify
-from modelworks.checkpoint.manifest import MANIFEST
-from modelworks.checkpoint.names import TEMPORARY
+from modelworks.checkpoint.manifest import MANIFEST, read_manifest
+from modelworks.checkpoint.names import TEMPORARY, is_step
 from modelworks.checkpoint.part import MAX_SHARD_BYTES
 from modelworks.checkpoint.write import write_model
 from modelworks.config import ModelConfig
@@ -44,6 +45,7 @@ Target = Literal["hf", "modelworks"]
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 # Reading back gives the same weights bit for bit; the margin is for kernels that are not deterministic.
 TOLERANCE = 1e-5
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash is left of two in a `Path`
 
 
 @dataclass(frozen=True)
@@ -174,14 +176,26 @@ def _logits(source: ModelSource) -> Tensor:
 
 
 def _check_destination(path: Path, overwrite: bool) -> None:
+    if _URL.match(str(path)):
+        raise CheckpointError(f"{path}: models are written to this machine's disk; give a path and copy it from there")
+    if is_step(path.name):
+        raise CheckpointError(f"{path}: is named like a checkpoint of a run; give another destination")
     if not path.exists() and not path.is_symlink():
         return
     if path.is_dir() and not any(path.iterdir()):
         return
     if not overwrite:
         raise CheckpointError(f"{path}: exists already; give another destination, or --overwrite to replace it")
-    if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST, "config.json")):
+    if path.is_symlink() or not path.is_dir() or not _is_model(path):
         raise CheckpointError(f"{path}: is not a converted model, so --overwrite will not remove it")
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a directory holds a model and nothing else: what is replaced is removed with all that is in it."""
+    folders = {entry.name for entry in path.iterdir() if entry.is_dir()}
+    if (path / MANIFEST).is_file():
+        return folders <= {"tokenizer"} and read_manifest(path).head.config is None
+    return not folders and (path / "config.json").is_file() and any(path.glob("model*.safetensors"))
 
 
 def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
