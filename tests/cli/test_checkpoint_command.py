@@ -321,3 +321,11 @@ def test_show_of_a_configuration_without_a_name(run: Path, call: Any) -> None:
     code, out, _ = call("show", path)
     assert code == 0
     assert "without a name" in out
+
+
+def test_ls_of_one_checkpoint_says_that_it_is_one(run: Path, tmp_path: Path, call: Any) -> None:
+    alone = tmp_path / "alone"
+    shutil.copytree(sorted((run / "checkpoints").glob("step-*"))[-1], alone)
+    code, out, _ = call("ls", str(alone))
+    assert code == 0
+    assert f"it is one itself, `modelworks checkpoint show {alone}` describes it" in out

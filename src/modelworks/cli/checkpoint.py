@@ -46,7 +46,7 @@ def list_(place: Place, json: JsonFlag = False) -> None:
         total = format_bytes(sum(entry.bytes for entry in listed))
         output.print(f"{found.storage.label}: {len(complete)} complete of {len(listed)}, {total}")
     else:
-        output.print(f"no checkpoint in {found.storage.label}")
+        output.print(f"no checkpoint in {found.storage.label}{_is_itself_one(place)}")
     output.result({"storage": found.storage.label, "checkpoints": [as_json(entry) for entry in listed]})
 
 
@@ -298,6 +298,13 @@ def _differences(opened: Checkpoint, against: str) -> list[Any]:
     if other is None:
         other = open_checkpoint(find_folder(against)).config
     return differences(opened.config, other)
+
+
+def _is_itself_one(place: str) -> str:
+    from modelworks.checkpoint import MANIFEST
+
+    one = (Path(place).expanduser() / MANIFEST).is_file()
+    return f": it is one itself, `modelworks checkpoint show {place}` describes it" if one else ""
 
 
 def _check_metric(storage: Any, metric: str | None) -> None:
