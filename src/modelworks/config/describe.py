@@ -21,10 +21,6 @@ def describe_field(field: FieldInfo) -> str:
     return _describe(field.annotation, list(field.metadata))
 
 
-def describe_type(annotation: Any) -> str:
-    return _describe(annotation, [])
-
-
 def field_key(name: str, field: FieldInfo) -> str:
     """The key as written in a file (`async` for the attribute `async_`)."""
     return field.alias or name
