@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
 from typing import Any
 
 from hypothesis import assume
@@ -12,6 +13,7 @@ from modelworks.layout import check_layout
 from modelworks.verify import shrink
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral")
+SPLIT_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 VIRTUAL = {"interleaved": 2, "interleaved-zb": 2}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev")
 
@@ -20,9 +22,11 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "
 def small_runs(draw: Any, most_ranks: int) -> RunConfig:
     """A run of at most `most_ranks` ranks and more than one, which its layout fits, made small."""
     family = draw(st.sampled_from(FAMILIES))
-    degrees = draw(st.lists(st.sampled_from(["dp_replicate", "dp_shard", "tp", "cp", "pp"]), min_size=1, max_size=3))
+    # one choice among all splits: lists of axes would come out short and alike
+    halvings = range(1, most_ranks.bit_length())
+    splits = [axes for n in halvings for axes in combinations_with_replacement(SPLIT_AXES, n)]
+    degrees = draw(st.sampled_from(splits))
     parallel: dict[str, Any] = {axis: 2 ** degrees.count(axis) for axis in degrees}
-    assume(2 ** len(degrees) <= most_ranks)
     if "dp_shard" in parallel:
         parallel["zero"] = draw(st.integers(1, 3))
     if "pp" in parallel:
