@@ -35,7 +35,7 @@ import numpy as np
 from modelworks.layout.loss_chunks import CHUNK_BYTES, LEAST_TOKENS
 from modelworks.plan.columns import Column
 from modelworks.plan.compute import Work
-from modelworks.plan.exchanges import layer_elements
+from modelworks.plan.elements import layer_elements, layer_expert_elements
 from modelworks.plan.pipeline import in_flight, stage_counts
 
 
@@ -164,9 +164,9 @@ def loss_bytes(work: Work) -> Column:
 def stored_bytes(work: Work, layers: Column, ends: Column) -> tuple[Column, Column, Column]:
     """(parameters, gradients, optimiser) of a rank with so many layers, and so many copies of the embedding."""
     shape, split, numerics = work.shape, work.split, work.numerics
-    experts = layers * (1.0 - shape.dense_share) * shape.expert_weights / (split.tp * split.ep)
+    experts = layers * layer_expert_elements(shape, split)
     outside = ends * shape.vocab_size * shape.d_model / split.tp + shape.norms * shape.d_model
-    dense = layers * layer_elements(work) - experts + outside
+    dense = layers * layer_elements(shape, split) - experts + outside
     expert_shards = np.maximum(split.shards / split.ep, 1.0)
 
     def bytes_of(each: Column, stage: float) -> Column:
@@ -181,23 +181,31 @@ def stored_bytes(work: Work, layers: Column, ends: Column) -> tuple[Column, Colu
 
 
 def _stage(work: Work, *, last: bool) -> Memory:
-    shape, split, numerics, constants = work.shape, work.split, work.numerics, work.constants
-    head = shape.vocab_size * shape.d_model / (layer_elements(work) * split.tp)  # in layers, by their products
+    shape, split = work.shape, work.split
+    head = shape.vocab_size * shape.d_model / (layer_elements(shape, split) * split.tp)  # in layers, by their products
     stages = stage_counts(shape, split, head)
-    layers = stages.last if last else stages.first
     single = split.pp <= 1.0
     ends = np.where(single, 2.0 - shape.tied, 1.0)
+    has_loss = 1.0 if last else np.where(single, 1.0, 0.0)
+    layers = stages.last if last else stages.first
+    return rank_memory(work, layers=layers, held=in_flight(split, last=last), ends=ends, has_loss=has_loss)
+
+
+def rank_memory(work: Work, *, layers: Column, held: Column, ends: Column, has_loss: Column) -> Memory:
+    """Of a rank with so many layers, each of which keeps `held` micro-batches.
+
+    ends: copies of the embedding on it, the head counting as one. has_loss: 1 where it computes the loss.
+    """
+    shape, split, numerics, constants = work.shape, work.split, work.numerics, work.constants
     parameters, gradients, optimizer = stored_bytes(work, layers, ends)
-    held = in_flight(split, last=last)
     layer = layer_activations(work)
     stream = split.tokens * shape.d_model / split.stream_split
     # outside the layers: the embedding's result, and the input of the final norm or of the head
     activations = layers * held * layer + 2.0 * held * stream * numerics.stream + layers * _copied_weights(work)
     partly = np.clip(split.recompute - 1.0, 0.0, 1.0) > 0
     working = np.where(partly, _kept(work, "none"), np.where(split.recompute > 0, _kept(work, "none") - layer, 0.0))
-    has_loss = 1.0 if last else np.where(single, 1.0, 0.0)
     loss = has_loss * loss_bytes(work)
-    gathered = 2.0 * layer_elements(work) * (numerics.gathered + numerics.reduced)
+    gathered = 2.0 * layer_elements(shape, split) * (numerics.gathered + numerics.reduced)
     gather = np.where((split.zero >= 3.0) & (split.shards > 1), gathered, 0.0)
     buffers = np.where(split.data_ranks > 1, work.software.buffers, 0.0)
     slack = constants.slack * (activations + working + loss + gather)
