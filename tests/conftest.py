@@ -4,6 +4,7 @@ the pool of workers, and a real model."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import sys
 import warnings
@@ -16,6 +17,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "parallel"))
 
 from pool import WorkerPool
+
+os.environ["MODELWORKS_HARDWARE"] = str(Path(__file__).parent)  # not the developer's own catalogue: none is here
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "dogs", "ran", "over", "it", "while", "birds", "sang"]
 

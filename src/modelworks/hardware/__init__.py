@@ -10,9 +10,10 @@ from modelworks.hardware.catalogue import (
     Device,
     Dtype,
     Link,
+    MeasuredOn,
     catalogue,
-    device,
     match_cuda_name,
+    user_directory,
 )
 from modelworks.hardware.choose import (
     Choice,
@@ -23,6 +24,8 @@ from modelworks.hardware.choose import (
     peak_flops,
 )
 from modelworks.hardware.machine import Accelerator, MachineFacts, compiler, facts
+from modelworks.hardware.rates import Both, Costs, Rates, non_negative_fit
+from modelworks.hardware.this_machine import calibrated_device, calibration_file, device, this_machine, write_device
 from modelworks.lazy_names import lazily
 
 if TYPE_CHECKING:
@@ -31,14 +34,20 @@ if TYPE_CHECKING:
 __all__ = [
     "Accelerator",
     "AttentionKernel",
+    "Both",
     "Catalogue",
     "Choice",
+    "Costs",
     "Device",
     "Dtype",
     "Link",
     "Machine",
     "MachineFacts",
+    "MeasuredOn",
     "Peak",
+    "Rates",
+    "calibrated_device",
+    "calibration_file",
     "catalogue",
     "choose_device",
     "choose_precision",
@@ -50,7 +59,11 @@ __all__ = [
     "gemm_rate",
     "match_cuda_name",
     "measure_machine",
+    "non_negative_fit",
     "peak_flops",
+    "this_machine",
+    "user_directory",
+    "write_device",
 ]
 
 # These import torch, which takes about a second: only when asked for.

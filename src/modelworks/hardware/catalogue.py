@@ -1,11 +1,14 @@
-"""The catalogue of accelerators: what vendors promise, as data with a source for every figure.
+"""The catalogue of devices: what vendors promise and what was measured, as data with a source for every figure.
 
-Peaks are dense; see `devices.yaml` for the units and the sources. A catalogue of one's own has the same form and
-is laid over the built-in one: an entry with a known name replaces it. Nothing here imports torch.
+Peaks are dense; see `devices.yaml` for the units and the sources. Files of one's own have the same form and are laid
+over the built-in catalogue, where an entry with a known name replaces it: every `*.yaml` in the directory that
+`MODELWORKS_HARDWARE` names, by default ~/.config/modelworks/hardware. A device may also be asked for by the path of a
+file that holds it alone (`this_machine.device`). Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,20 +17,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from modelworks.config import UserError, nearest
+from modelworks.hardware.rates import Entry, Figure, Rates
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 AttentionKernel = Literal["triton", "flash", "fused"]
-Figure = Annotated[float, Field(gt=0.0)]
+DIRECTORY_VARIABLE = "MODELWORKS_HARDWARE"
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Link(_Entry):
+class Link(Entry):
     """The fast link between neighbouring devices. Rates in GB/s, one direction."""
 
     name: str
@@ -37,8 +37,22 @@ class Link(_Entry):
     latency_us: Figure | None = None  # of one step of a collective, software included
 
 
-class Device(_Entry):
-    """One accelerator. Units are in the names: 10^9 bytes, 10^12 bytes/s, 10^12 FLOP/s, dense."""
+class MeasuredOn(Entry):
+    """Which machine the rates of a device are from, and when (ISO 8601)."""
+
+    cpu: str
+    cores: Annotated[int, Field(gt=0)]
+    torch: str
+    at: str
+    accelerator: str | None = None
+
+
+class Device(Entry):
+    """One accelerator, or one machine whose cores the ranks share (`measured`). Units are in the names: 10^9 bytes,
+    10^12 bytes/s, 10^12 FLOP/s, dense.
+
+    measured: for several numbers of ranks, smallest first. measured_on: None where those rates are another machine's.
+    """
 
     name: str
     also: list[str] = []
@@ -54,9 +68,16 @@ class Device(_Entry):
     measured_fp8_tflops: Figure | None = None
     sustained: Annotated[float, Field(gt=0.0, le=1.0)] | None = None  # of the measured products, under minutes of load
     attention_tflops: dict[AttentionKernel, tuple[Figure, Figure]] = {}  # forward and backward kernel, causal FLOPs
+    measured: list[Rates] = []
+    measured_on: MeasuredOn | None = None
     source: str
     sources: dict[str, str] = {}
     note: str = ""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its rates were measured on it by `modelworks plan --calibrate`."""
+        return bool(self.measured) and self.measured_on is not None
 
     def peak(self, dtype: Dtype) -> float | None:
         """Dense peak in FLOP/s, or None where the catalogue has no figure."""
@@ -99,32 +120,66 @@ class Catalogue:
         return self.sources.get(key, key)
 
 
-@cache
 def catalogue(path: Path | None = None) -> Catalogue:
-    """The built-in catalogue; with `path`, a YAML file of the same form laid over it."""
-    text = (files("modelworks.hardware") / "devices.yaml").read_text(encoding="utf-8")
-    built_in = _parse(text, "the built-in catalogue")
-    if path is None:
-        return built_in
-    try:
-        own = _parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the catalogue {path}: {error}") from error
-    return Catalogue(
-        {**built_in.devices, **own.devices},
-        {**built_in.sources, **own.sources},
-        {**built_in.figures, **own.figures},
-    )
+    """The built-in catalogue with the user's own files laid over it; with `path`, that file alone over the built-in
+    one. Raises UserError that names the file, the device and the key."""
+    own = user_files() if path is None else [path]
+    return _laid_over(tuple((each, _stamp(each)) for each in own))
 
 
-def device(name: str, path: Path | None = None) -> Device:
-    """Shorthand for `catalogue(path).device(name)`."""
-    return catalogue(path).device(name)
+def user_directory() -> Path:
+    """Where files of one's own are looked for, and where `modelworks plan --calibrate` writes."""
+    if named := os.environ.get(DIRECTORY_VARIABLE):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "modelworks" / "hardware"
+
+
+def user_files() -> list[Path]:
+    """The user's own catalogues, in the order in which they are laid over each other."""
+    directory = user_directory()
+    if os.environ.get(DIRECTORY_VARIABLE) and not directory.is_dir():
+        raise UserError(f"{DIRECTORY_VARIABLE} is {directory}, which is no directory of *.yaml files")
+    return sorted(directory.glob("*.yaml"))
 
 
 def match_cuda_name(cuda_name: str, path: Path | None = None) -> Device | None:
     """Shorthand for `catalogue(path).match_cuda_name(cuda_name)`."""
     return catalogue(path).match_cuda_name(cuda_name)
+
+
+def read_catalogue(path: Path) -> Catalogue:
+    """The devices of one file, alone."""
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the catalogue {path}: {error}") from error
+
+
+@cache
+def _built_in() -> Catalogue:
+    text = (files("modelworks.hardware") / "devices.yaml").read_text(encoding="utf-8")
+    return _parse(text, "the built-in catalogue")
+
+
+@cache
+def _laid_over(own: tuple[tuple[Path, int], ...]) -> Catalogue:
+    """own: files with the time of their last change, so that a changed one is read again."""
+    whole = _built_in()
+    for path, _ in own:
+        over = read_catalogue(path)
+        whole = Catalogue(
+            {**whole.devices, **over.devices},
+            {**whole.sources, **over.sources},
+            {**whole.figures, **over.figures},
+        )
+    return whole
+
+
+def _stamp(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0  # reading it says what is wrong
 
 
 def _parse(text: str, where: str) -> Catalogue:
@@ -141,8 +196,17 @@ def _parse(text: str, where: str) -> Catalogue:
         try:
             parsed = Device.model_validate(entry)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise UserError(f"{where}: device {label}: {key}: {first['msg']}") from error
+            raise UserError(f"{where}: device {label}: {_explain(error)}") from error
         devices[parsed.name] = parsed
     return Catalogue(devices, content.get("sources") or {}, content.get("figures") or {})
+
+
+def _explain(error: ValidationError) -> str:
+    """The first thing that is wrong, with the key that it is about."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] != "extra_forbidden":
+        return f"{key}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    known = Link.model_fields if key.startswith("link.") else Rates.model_fields if "." in key else Device.model_fields
+    close = nearest(key.rpartition(".")[2], known)
+    return f"{key}: unknown key" + (f"; did you mean {close}?" if close else f"; known: {', '.join(known)}")
