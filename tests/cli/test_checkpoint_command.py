@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -246,6 +247,16 @@ def test_prune(run: Path, call: Any) -> None:
     for _ in range(2):
         call("prune", "tiny", "--keep-last", "1")
         assert steps(directory) == [300], "never below one"
+
+
+def test_prune_beside_a_run(run: Path, call: Any) -> None:
+    """The run removes by its own rules; only looking is allowed."""
+    with open_storage(run / "checkpoints").hold():
+        code, _, err = call("prune", "tiny", "--keep-last", "1")
+        assert code == 2
+        assert f"is in use by another run, or by `checkpoint prune` (process {os.getpid()} on " in err
+        assert call("prune", "tiny", "--keep-last", "1", "--dry-run")[0] == 0
+    assert steps(run / "checkpoints") == [100, 200, 300]
 
 
 def test_prune_by_the_highest_value(run: Path, call: Any) -> None:

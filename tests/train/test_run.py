@@ -6,7 +6,10 @@ import errno
 import io
 import json
 import math
+import os
+import re
 import resource
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -148,12 +151,16 @@ def test_an_existing_run_is_not_touched_without_being_told(
 
 
 def test_overwrite_starts_over_and_leaves_other_files(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    """Checkpoints may lie on another disk, through a link: there they are replaced, and the link stays."""
     run_dir = tmp_path / "run"
+    (tmp_path / "large-disk").mkdir()
+    run_dir.mkdir()
+    (run_dir / "checkpoints").symlink_to(tmp_path / "large-disk")
     train(tiny_config("train.duration=3 steps"), run_dir, machine=tiny_machine)
     (run_dir / "notes.txt").write_text("mine")
     train(tiny_config("train.duration=2 steps"), run_dir, overwrite=True, machine=tiny_machine)
     assert len(values(run_dir, "train/loss")) == 2
-    assert [path.name for path in (run_dir / "checkpoints").glob("step-*")] == ["step-00000002"]
+    assert [path.name for path in (tmp_path / "large-disk").glob("step-*")] == ["step-00000002"]
     assert (run_dir / "notes.txt").read_text() == "mine"
 
 
@@ -174,9 +181,9 @@ def test_overwrite_removes_a_link_and_not_what_it_leads_to(tmp_path: Path) -> No
     elsewhere.mkdir()
     (elsewhere / "precious").touch()
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to(elsewhere)
+    (tmp_path / "run" / "profile").symlink_to(elsewhere)
     clear(tmp_path / "run")
-    assert not (tmp_path / "run" / "checkpoints").is_symlink()
+    assert not (tmp_path / "run" / "profile").is_symlink()
     assert (elsewhere / "precious").exists()
 
 
@@ -195,9 +202,8 @@ def test_steps_to_keep_are_saved_even_between_checkpoints(tiny_config: Any, tiny
 
 
 def test_a_run_directory_in_use_is_refused(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
-    import os
-
-    with locked(tmp_path / "run"), pytest.raises(UserError, match=rf"in use by another run \(process {os.getpid()}\)"):
+    holder = re.escape(f"(process {os.getpid()} on {socket.gethostname()})")
+    with locked(tmp_path / "run"), pytest.raises(UserError, match=f"in use by another run {holder}"):
         train(tiny_config(), tmp_path / "run", machine=tiny_machine)
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +26,7 @@ from modelworks.checkpoint.faults import at_each_point
 from modelworks.config import UserError
 from modelworks.records import read_records
 from modelworks.train import loop, newest_checkpoint, train
-from modelworks.train.resuming import check_storage, place_of
+from modelworks.train.resuming import check_memory, place_of
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], Any]) -> None:
@@ -305,15 +309,16 @@ def test_a_storage_that_is_somebody_elses_is_refused(tiny_config: Any, tiny_mach
 def test_a_storage_that_is_gone_in_the_middle(
     tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file where the directory was: saves fail, training goes on, and the next save is tried when it is back."""
+    """An empty directory where it was, as when a disk is unmounted: the save fails, nothing is made there, training
+    goes on, and the next save is tried when it is back."""
     place = tmp_path / "run" / "checkpoints"
 
     def take_away() -> None:
         place.rename(tmp_path / "aside")
-        place.touch()
+        place.mkdir()
 
     def bring_back() -> None:
-        place.unlink()
+        place.rmdir()
         (tmp_path / "aside").rename(place)
 
     actions = {4: take_away, 7: bring_back}
@@ -328,15 +333,55 @@ def test_a_storage_that_is_gone_in_the_middle(
     result = train(config, tmp_path / "run", machine=tiny_machine)
     assert (result.steps, result.last_save_failed, result.checkpoint_step) == (8, False, 8)
     [warning] = events(tmp_path / "run", "warning")
-    assert warning.startswith("step 6: the checkpoint could not be written (")
+    assert f"step 6: the checkpoint could not be written ({place} is gone, or is not the directory that" in warning
     assert warning.endswith("; the last good checkpoint is step-00000004")
     assert saved(tmp_path / "run") == ["step-00000002", "step-00000004", "step-00000008"]
+
+
+def test_a_storage_that_is_not_there_on_resume(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    """A disk that is not mounted is no run without checkpoints; one that had begun and saved nothing is."""
+    place = tmp_path / "disk" / "checkpoints"
+    there = tiny_config(f"checkpoint.storage={place}", "train.duration=1 steps")
+    train(there, tmp_path / "run", machine=tiny_machine)
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    with pytest.raises(UserError, match=f"{place} is not where this run saved until now: it is gone, or its disk"):
+        train(there, tmp_path / "run", resume=True, machine=tiny_machine)
+    (tmp_path / "unmounted").rename(tmp_path / "disk")
+    shutil.rmtree(place / "step-00000001")
+    assert train(there, tmp_path / "run", resume=True, machine=tiny_machine).steps == 1
+
+
+def test_two_runs_in_one_storage(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
+    """The second is told who has it, and may begin as soon as the first is gone, however it went."""
+    place = tmp_path / "shared"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    config = tiny_config(f"checkpoint.storage={place}", "train.duration=1 steps")
+    told = re.escape(f"(process {holder.pid} on {socket.gethostname()}); wait for it")
+    with pytest.raises(UserError, match=f"{place}: is in use by another run, or by `checkpoint prune` {told}"):
+        train(config, tmp_path / "one", machine=tiny_machine)
+    holder.kill()
+    holder.communicate()
+    result = train(config, tmp_path / "one", resume=True, machine=tiny_machine)
+    assert result.checkpoint == str(place / "step-00000001")
+
+
+_HOLD = """
+import sys
+from modelworks.checkpoint import open_storage
+with open_storage(sys.argv[1]).hold():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
 
 def test_memory_of_one_process_is_no_storage_for_many(tiny_config: Any, tmp_path: Path) -> None:
     config = tiny_config("checkpoint.storage=memory://somewhere", "parallel.dp_replicate=2")
     with pytest.raises(UserError, match="got memory://somewhere, expected a place that all 2 processes see"):
-        check_storage(config, place_of(config, tmp_path), 2, resume=False, overwrite=False)
+        check_memory(place_of(config, tmp_path), 2)
 
 
 def test_a_storage_that_cannot_be_reached_is_one_line(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.loading import LoadedModel as LoadedModel
     from modelworks.checkpoint.loading import load_model as load_model
     from modelworks.checkpoint.loading import open_model as open_model
+    from modelworks.checkpoint.local_storage import LocalStorage as LocalStorage
     from modelworks.checkpoint.locate import configured_storage as configured_storage
+    from modelworks.checkpoint.lock_file import InUse as InUse
+    from modelworks.checkpoint.lock_file import LockFile as LockFile
     from modelworks.checkpoint.manifest import MANIFEST as MANIFEST
     from modelworks.checkpoint.owners import Owners as Owners
     from modelworks.checkpoint.owners import Shard as Shard
@@ -62,10 +65,13 @@ _OFFERS = {
     "FailureRate": "interval",
     "Folder": "storage",
     "Identity": "commit",
+    "InUse": "lock_file",
     "Interval": "interval",
     "LazyTensor": "lazy_tensor",
     "Listed": "listing",
     "LoadedModel": "loading",
+    "LocalStorage": "local_storage",
+    "LockFile": "lock_file",
     "MANIFEST": "manifest",
     "ModelSource": "formats.source",
     "Outcome": "save",

@@ -3,7 +3,8 @@
 Written under `.tmp-<name>-<id>` and renamed: a directory that is there under its own name is complete. A directory
 cannot be renamed over another, so one of the same step first steps aside as `.replaced-<name>`; readers know that name
 as long as its successor is absent. The writer holds a lock (flock) on its temporary directory, which dies with it;
-that is how leftovers of dead writers are told from a live one.
+that is how leftovers of dead writers are told from a live one. A run holds another one, `.lock`, from its start to its
+end. That file also tells its directory from what appears in its place when a disk is unmounted.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any
 
 from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.faults import reached
-from modelworks.checkpoint.names import LATEST, REMOVED, REPLACED, TEMPORARY, checkpoint_directories
+from modelworks.checkpoint.lock_file import NO_LOCKS, InUse, LockFile
+from modelworks.checkpoint.names import LATEST, LOCK, REMOVED, REPLACED, TEMPORARY, checkpoint_directories
 from modelworks.checkpoint.storage import check_inside
 
 _ATTEMPT = re.compile(r"(.+)-[0-9a-f]{8}$")
 _LARGE = 1 << 20  # bytes
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class LocalFolder:
@@ -134,6 +135,8 @@ class LocalStorage:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._locks: dict[str, int] = {}  # attempt -> descriptor that holds its lock
+        self._held: LockFile | None = None
+        self._held_directory: os.stat_result | None = None
 
     @property
     def label(self) -> str:
@@ -146,8 +149,33 @@ class LocalStorage:
         path, aside = self.path / name, self.path / f"{REPLACED}{name}"
         return LocalFolder(aside if aside.is_dir() and not path.exists() else path)
 
+    @contextmanager
+    def hold(self) -> Iterator[str | None]:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._held = self._take_lock()
+            self._held_directory = self.path.stat()
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                self._held.release()
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
+        except OSError as error:
+            place = error.filename or self.path
+            raise CheckpointError(f"{place}: checkpoints cannot be kept here: {error.strerror or error}") from None
+        try:
+            yield None if self._held.is_sole else f"{self.path} has no locks: see that no other run saves there"
+        finally:
+            self._held.release()
+            self._held = None
+
+    def was_held(self) -> bool:
+        """Whether a run has begun here before, if only to be killed before its first save."""
+        return (self.path / LOCK).is_file()
+
     def begin(self, name: str) -> str:
-        self.path.mkdir(parents=True, exist_ok=True)
+        if self._held is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+        else:
+            self._check_held(self._held)
         self.sweep(name)
         reached("leftovers swept")
         attempt = f"{name}-{secrets.token_hex(4)}"
@@ -208,6 +236,12 @@ class LocalStorage:
         reached("old one hidden")
         _remove_tree(aside)
 
+    def clear(self) -> None:
+        for name in self.checkpoints():
+            self.remove(name)
+        (self.path / LATEST).unlink(missing_ok=True)
+        self.sweep()
+
     def sweep(self, name: str | None = None) -> None:
         """Remove what killed writers left: temporaries (of steps, of `latest` and of `name`), half-removed checkpoints
         and replaced ones. One that was replaced and whose successor never arrived is put back under its name.
@@ -231,6 +265,34 @@ class LocalStorage:
             if ours and not in_use(path):
                 with suppress(OSError):
                     _remove_tree(path)
+
+    def _take_lock(self) -> LockFile:
+        try:
+            return LockFile(self.path / LOCK)
+        except InUse as holder:
+            raise CheckpointError(
+                f"{self.path}: is in use by another run, or by `checkpoint prune` ({holder}); wait for it, or choose "
+                "another place"
+            ) from None
+
+    def _check_held(self, held: LockFile) -> None:
+        """Raise OSError where the directory is not the one that was taken. One that was mounted again may look new to
+        the system: its lock is then taken anew."""
+        if held.is_in_place():
+            return
+        if not self.was_held() and not self._is_same_directory():
+            raise OSError(
+                f"{self.path} is gone, or is not the directory that this run began in ({LOCK} is not there): unmounted?"
+            )
+        self._held = self._take_lock()
+        held.release()
+
+    def _is_same_directory(self) -> bool:
+        assert self._held_directory is not None
+        try:
+            return os.path.samestat(self.path.stat(), self._held_directory)
+        except OSError:
+            return False
 
     def _temporary(self, attempt: str) -> Path:
         return self.path / f"{TEMPORARY}{attempt}"
@@ -297,7 +359,7 @@ def _locked(directory: Path) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:  # without locks, leftovers are never swept: space is lost, nothing else
+        if error.errno not in NO_LOCKS:  # without locks, leftovers are never swept: space is lost, nothing else
             os.close(descriptor)
             raise
     return descriptor

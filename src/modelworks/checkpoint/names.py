@@ -8,6 +8,7 @@ from pathlib import Path
 MANIFEST, MANIFEST_CHECKSUM = "manifest.json", "manifest.checksum"
 MANIFEST_CRC = "manifest.crc32"  # beside manifests of format version 1
 LATEST = "latest"
+LOCK = ".lock"  # held by the run that saves to a directory
 TEMPORARY, REPLACED, REMOVED = ".tmp-", ".replaced-", ".removed-"
 _STEP = re.compile(r"step-([0-9]{8,18})$")
 

@@ -6,7 +6,8 @@ there the manifest is written last, by one upload that is visible whole or not a
 carry the attempt's id, so that a second attempt at the same step never touches the files of a complete one.
 
 The invariant: whoever is killed whenever, a checkpoint that a reader takes for complete is complete, and one that was
-complete stays so until it is removed or replaced as a whole. One run at a time writes to a storage.
+complete stays so until it is removed or replaced as a whole. One run at a time writes to a storage: on a disk it holds
+a lock for as long as it runs (`hold`); object storage has none.
 """
 
 from __future__ import annotations
@@ -94,6 +95,13 @@ class Storage(Protocol):
     def folder(self, name: str) -> Folder:
         """To read the checkpoint `name`."""
 
+    def hold(self) -> AbstractContextManager[str | None]:
+        """Keep it to this process, and make the directory where it is not there. Gives a remark where that has no
+        effect, for people. From then on the directory is never made again: one that is gone is an error of each save.
+
+        Raises CheckpointError naming the process that has it, or why nothing can be kept here.
+        """
+
     def begin(self, name: str) -> str:
         """Make room for writing `name` and return the attempt's id. What dead writers left is swept away first; the
         attempt is locked, so that no one sweeps it, until `commit` or `abort`. One process calls these three."""
@@ -112,6 +120,9 @@ class Storage(Protocol):
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint; killed in the middle, what is left does not look complete."""
+
+    def clear(self) -> None:
+        """Remove all checkpoints, the pointer, and nothing else."""
 
 
 def open_storage(where: str | Path) -> Storage:

@@ -6,7 +6,7 @@ manifest says which ones count. `manifest.checksum` has no such name; while a st
 digests of both manifests (see `manifest.write_manifest`).
 
 There are no locks: a folder without a manifest is taken for what a dead writer left, so one run at a time may write to
-a storage, as the lock on the run's directory sees to.
+a storage. The lock on the run's directory sees to that for runs of one directory, and for others the user does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,9 @@ class UrlStorage:
     def folder(self, name: str) -> Folder:
         return UrlFolder(self._system, f"{self._path}/{name}", f"{self._label}/{name}")
 
+    def hold(self) -> AbstractContextManager[str | None]:
+        return nullcontext()
+
     def begin(self, name: str) -> str:
         with _as_os_error(self._label):
             for left in {*self.checkpoints(), name}:
@@ -225,6 +228,12 @@ class UrlStorage:
     def remove(self, name: str) -> None:
         with _as_os_error(self._label):
             self._remove_files(name, _sizes(self._system, f"{self._path}/{name}"))
+
+    def clear(self) -> None:
+        for name in self.checkpoints():
+            self.remove(name)
+        with _as_os_error(self._label):
+            _remove(self._system, f"{self._path}/{LATEST}")
 
     def _remove_files(self, name: str, files: Mapping[str, int] | list[str]) -> None:
         """The manifest first: without it the rest does not look complete."""

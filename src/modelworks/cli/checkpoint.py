@@ -7,7 +7,7 @@ A place is a run, a directory of checkpoints or a URL of one (`s3://…`); a che
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -144,7 +144,7 @@ def prune(
 ) -> None:
     """Remove complete checkpoints that need not be kept. At least one complete one always stays.
 
-    Damaged and half-written ones are neither counted nor removed.
+    Damaged and half-written ones are neither counted nor removed. While a run saves there, it is refused.
 
     Example:
     modelworks checkpoint prune my-run --keep-last 3 --keep-every 1000 --best val_loss --dry-run
@@ -154,19 +154,20 @@ def prune(
     output = Output(json=json)
     if keep_last is None and keep_every is None and best is None:
         raise UserError("say what to keep: --keep-last N, --keep-every N or --best METRIC (--dry-run only shows it)")
-    with _reading(place):
+    with _reading(place), ExitStack() as held:
         storage = find_storage(place).storage
         names = storage.checkpoints()
         _check_metric(storage, best)
+        if not dry_run:
+            held.enter_context(storage.hold())  # not beside a run, which removes by its own rules
         modes: dict[bool, Literal["min", "max"]] = {True: "max", False: "min"}
         retention = Retention(storage, keep_last or 1, keep_every, None if best is None else (best, modes[highest]))
         surplus = retention.surplus()
         sizes = {name: sum(storage.folder(name).sizes().values()) for name in surplus}
-    for name in surplus:
-        if not dry_run:
-            with _reading(place):
+        for name in surplus:
+            if not dry_run:
                 storage.remove(name)
-        output.print(f"{'would remove' if dry_run else 'removed'} {name} ({format_bytes(sizes[name])})")
+            output.print(f"{'would remove' if dry_run else 'removed'} {name} ({format_bytes(sizes[name])})")
     verb = "would free" if dry_run else "freed"
     output.print(f"{len(names) - len(surplus)} kept, {verb} {format_bytes(sum(sizes.values()))}")
     output.result(

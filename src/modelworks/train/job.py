@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from modelworks.checkpoint import configured_storage
-from modelworks.config import RunConfig, training_flops_per_token
+from modelworks.checkpoint import Storage, configured_storage, open_storage
+from modelworks.config import RunConfig, UserError, training_flops_per_token
 from modelworks.data import Dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine
 from modelworks.layout import Layout, check_layout
@@ -35,7 +35,7 @@ from modelworks.train.profiling import Profile
 from modelworks.train.ready import Start
 from modelworks.train.recording import MemoryMeter, RunLog
 from modelworks.train.result import Result, build_result, with_earlier_figures
-from modelworks.train.resuming import remove_all
+from modelworks.train.resuming import label_of
 from modelworks.train.saving import Checkpoints, build_checkpoints
 from modelworks.train.split_records import SplitRecords
 from modelworks.train.state import TrainState
@@ -72,17 +72,16 @@ def train(
     console = console or Console(quiet=True)
     started = time.monotonic()
     with ExitStack() as held:
-        take_directory(config, run_dir, mesh, held, resume=resume, overwrite=overwrite)
+        storage = take_directory(config, run_dir, mesh, console, held, resume=resume, overwrite=overwrite)
         start = Start(config, run_dir, mesh, console, resume, machine, held)
         prepared, state, memory, memory_report = start.begin()
         earlier_summary = run_directory.read_summary(run_dir) if not overwrite else {}
-        if mesh.is_main:
-            _take_over(run_dir, prepared, state.step, console, overwrite=overwrite)
+        on_rank_0(mesh, lambda: _take_over(run_dir, prepared, storage, state.step, console, overwrite=overwrite))
         log = RunLog(run_dir if mesh.is_main else None, first_step=state.step)
         held.callback(log.close)
         _say_and_record(prepared, state, log, console)
         peak = job_peak(prepared.derived, prepared.machine, prepared.n_hosts)
-        hooks = _build_hooks(prepared, state, run_dir, log, memory, console, peak.flops)
+        hooks = _build_hooks(prepared, state, run_dir, storage, log, memory, console, peak.flops)
         memory_report.kept = hooks.checkpoints.kept
         baselines = on_rank_0(mesh, lambda: _baselines(config, prepared.dataset, console))
         record_start(log, state, prepared.derived, baselines, prepared.machine, peak)
@@ -130,18 +129,31 @@ class _Hooks:
         ]
 
 
-def _take_over(run_dir: Path, prepared: Prepared, step: int, console: Console, *, overwrite: bool) -> None:
+def _take_over(
+    run_dir: Path, prepared: Prepared, storage: Storage, step: int, console: Console, *, overwrite: bool
+) -> None:
     """The directory is this run's from here on."""
-    if overwrite:
-        earlier = configured_storage(run_dir)
-        if earlier not in (None, prepared.place):
-            console.print(f"the earlier run's checkpoints in {earlier} are left as they are", markup=False)
-        run_directory.clear(run_dir)
-        if prepared.derived.config.checkpoint.storage is not None:
-            remove_all(prepared.place)
-    run_directory.cut_records(run_dir / "records.jsonl", step)
-    (run_dir / "summary.json").unlink(missing_ok=True)
-    run_directory.write_config(run_dir, prepared.derived.config)
+    try:
+        if overwrite:
+            _start_over(run_dir, storage, console)
+        run_directory.cut_records(run_dir / "records.jsonl", step)
+        (run_dir / "summary.json").unlink(missing_ok=True)
+        run_directory.write_config(run_dir, prepared.derived.config)
+    except OSError as error:
+        raise UserError(f"{error.filename or run_dir}: cannot be changed: {error.strerror or error}") from None
+
+
+def _start_over(run_dir: Path, storage: Storage, console: Console) -> None:
+    """Remove the earlier run, and say what of it stays."""
+    own, earlier = str(run_dir / "checkpoints"), configured_storage(run_dir)
+    if earlier is not None and label_of(earlier) not in (own, storage.label):
+        console.print(f"the earlier run's checkpoints in {earlier} are left as they are", markup=False)
+    run_directory.clear(run_dir)
+    storage.clear()
+    inside = open_storage(own)
+    if storage.label != own and inside.checkpoints():
+        with inside.hold():
+            inside.clear()
 
 
 def _say_and_record(prepared: Prepared, state: TrainState, log: RunLog, console: Console) -> None:
@@ -159,6 +171,7 @@ def _build_hooks(
     prepared: Prepared,
     state: TrainState,
     run_dir: Path,
+    storage: Storage,
     log: RunLog,
     memory: MemoryMeter,
     console: Console,
@@ -184,7 +197,7 @@ def _build_hooks(
         split=SplitRecords(log, derived, state, run_dir) if state.model.mesh.layout.world_size > 1 else None,
         validation=Validation(log, terminal, derived, text, dataset, loader, prompts),
         questions=Questions(log, terminal, derived.tasks_every, questions) if questions else None,
-        checkpoints=build_checkpoints(derived, state, dataset, log, terminal, prepared.place, prepared.resumed),
+        checkpoints=build_checkpoints(derived, state, dataset, log, terminal, storage, prepared.resumed),
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from modelworks.checkpoint import Checkpoint, configured_storage, open_model
+from modelworks.checkpoint import Checkpoint, Storage, configured_storage, open_model, open_storage
 from modelworks.config import Difference, RunConfig, UserError, resume_differences
 from modelworks.data import Dataset, TrainLoader, build_dataset
 from modelworks.hardware import Machine, MachineFacts, choose_threads, facts, measure_machine
@@ -24,7 +24,7 @@ from modelworks.parallel import Mesh
 from modelworks.train import run_directory
 from modelworks.train.derivation import Derived, derive
 from modelworks.train.one_rank import on_rank_0
-from modelworks.train.resuming import Candidate, Found, check_storage, find_candidate, place_of
+from modelworks.train.resuming import Candidate, Found, check_memory, check_storage, find_candidate, place_of
 from modelworks.train.start import check_vocabulary
 
 if TYPE_CHECKING:
@@ -33,15 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """place: path or URL of the run's checkpoints. resumed: the one to go on from, None for a start. tasks: question
-    sets. changes: of a resumed run's configuration. remarks: what looks odd. n_hosts, ranks_here: machines of the run,
-    and its processes on this one."""
+    """resumed: the checkpoint to go on from, None for a start. tasks: question sets. changes: of a resumed run's
+    configuration. remarks: what looks odd. n_hosts, ranks_here: machines of the run, and its processes on this one."""
 
     derived: Derived
     machine: Machine
     dataset: Dataset
     loader: TrainLoader
-    place: str
     resumed: Found | None
     tasks: TaskRunner | None
     changes: list[Difference]
@@ -91,7 +89,6 @@ def prepare(
         measured,
         dataset,
         loader,
-        place_of(config, run_dir),
         resumed,
         tasks,
         changes,
@@ -102,19 +99,33 @@ def prepare(
 
 
 def take_directory(
-    config: RunConfig, run_dir: Path, mesh: Mesh, held: ExitStack, *, resume: bool, overwrite: bool
-) -> None:
-    """Lock the run's directory until `held` closes, and make sure that this run may use what is there."""
+    config: RunConfig,
+    run_dir: Path,
+    mesh: Mesh,
+    console: Console,
+    held: ExitStack,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> Storage:
+    """Lock the run's directory and the storage of its checkpoints until `held` closes, and make sure that this run may
+    use what is there. Returns the storage, which rank 0 holds."""
+    place = place_of(config, run_dir)
+    check_memory(place, mesh.layout.world_size)
+    storage = open_storage(place)
 
     def take() -> None:
         held.enter_context(run_directory.locked(run_dir))
         run_directory.check_use(run_dir, resume=resume, overwrite=overwrite)
         if config.checkpoint.storage is not None:
-            place, world_size = place_of(config, run_dir), mesh.layout.world_size
             ours = configured_storage(run_dir) == place
-            check_storage(config, place, world_size, resume=resume, overwrite=overwrite, ours=ours)
+            check_storage(config, storage, resume=resume, overwrite=overwrite, ours=ours)
+        remark = held.enter_context(storage.hold())
+        if remark is not None:
+            console.print(f"warning: {remark}", markup=False)
 
     on_rank_0(mesh, take)
+    return storage
 
 
 def check_references(config: RunConfig) -> TaskRunner | None:

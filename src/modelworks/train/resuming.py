@@ -8,7 +8,6 @@ removed on that way: what cannot be used here may still be of use to someone.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from modelworks.checkpoint import (
     MANIFEST,
     Checkpoint,
     CheckpointError,
+    LocalStorage,
     Storage,
     configured_storage,
     open_checkpoint,
@@ -53,21 +53,27 @@ def place_of(config: RunConfig, run_dir: Path) -> str:
     return config.checkpoint.storage or str(run_dir / "checkpoints")
 
 
-def check_storage(
-    config: RunConfig, place: str, world_size: int, *, resume: bool, overwrite: bool, ours: bool = False
-) -> None:
-    """Raise `UserError` where the storage cannot be used, or holds what this run must not touch.
-
-    ours: this run's directory says already that it saves there, under whatever name.
-    """
+def check_memory(place: str, world_size: int) -> None:
+    """Raise `UserError` for a storage that each process of a run would have for itself."""
     if place.startswith("memory://") and world_size > 1:
         raise UserError(
             f"checkpoint.storage: got {place}, expected a place that all {world_size} processes see: memory:// is a "
             "process's own"
         )
-    storage = open_storage(place)
-    _check_directory(storage)
+
+
+def check_storage(config: RunConfig, storage: Storage, *, resume: bool, overwrite: bool, ours: bool = False) -> None:
+    """Raise `UserError` where the storage that the configuration names holds what this run must not touch, or does not
+    hold what it should.
+
+    ours: this run's directory says already that it saves there, under whatever name.
+    """
     names = _names(storage)
+    if resume and ours and not names and isinstance(storage, LocalStorage) and not storage.was_held():
+        raise UserError(
+            f"checkpoint.storage: {storage.label} is not where this run saved until now: it is gone, or its disk is "
+            "not mounted; bring it back, or start over with --overwrite"
+        )
     if not names or (resume and ours):
         return
     if not overwrite and not resume:
@@ -125,32 +131,20 @@ def find_candidate(
     return None
 
 
+def label_of(place: str) -> str:
+    """The one spelling of a storage's path or URL."""
+    try:
+        return open_storage(place).label
+    except CheckpointError:  # of a kind that cannot be used here any more
+        return place
+
+
 def newest_checkpoint(config: RunConfig, run_dir: Path) -> str | None:
     """Path or URL of what a run that was cut short can go on from, as far as its structure tells."""
     with contextlib.suppress(UserError):
         candidate = find_candidate(config, run_dir, Console(quiet=True))
         return None if candidate is None else open_storage(candidate.place).folder(candidate.name).label
     return None
-
-
-def remove_all(place: str) -> None:
-    """What an earlier run left in a storage outside its directory."""
-    storage = open_storage(place)
-    for name in _names(storage):
-        storage.remove(name)
-
-
-def _check_directory(storage: Storage) -> None:
-    """A directory must be there or can be made, and be ours to write to: rather now than at the first save."""
-    inside = storage.folder("any").local()
-    if inside is None:
-        return
-    try:
-        inside.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"checkpoint.storage: {inside.parent} cannot be used: {error.strerror}") from None
-    if not os.access(inside.parent, os.W_OK | os.X_OK):
-        raise UserError(f"checkpoint.storage: {inside.parent} cannot be written to")
 
 
 def _names(storage: Storage) -> list[str]:

@@ -2,14 +2,13 @@
 
     runs/<name>/{config.yaml, records.jsonl, summary.json, tensorboard/, checkpoints/, report.html, lock}
 
-A run holds `lock` (flock) while it uses the directory; the lock dies with the process, so a killed run leaves
+A run holds `lock` (`LockFile`) while it uses the directory; the lock dies with the process, so a killed run leaves
 nothing to clean up. Going on from the checkpoint of step c cuts `records.jsonl` after step c: the rows behind it
 are of updates that are about to be made again, and are written again.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -18,17 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from modelworks.checkpoint import InUse, LockFile, open_storage
 from modelworks.config import RunConfig, UserError, dump_yaml
 
-# What a run writes, and therefore all that `--overwrite` removes. `ranks`, the output of a split run's processes, is
-# for whoever starts them.
+# What a run writes, and therefore what `--overwrite` removes, besides checkpoints, which are their storage's. `ranks`,
+# the output of a split run's processes, is for whoever starts them.
 _CONTENTS = (
     "config.yaml",
     "records.jsonl",
     "summary.json",
     "report.html",
     "tensorboard",
-    "checkpoints",
     "profile",
 )
 
@@ -38,36 +37,32 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's lock; raises `UserError` naming the process that has it, or why there can be no run here."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        lock = LockFile(run_dir / "lock")
+    except InUse as holder:
+        raise UserError(
+            f"{run_dir} is in use by another run ({holder}); wait for it, or choose another `name`"
+        ) from None
     except OSError as error:
         raise UserError(f"{error.filename or run_dir}: a run cannot be kept here ({error.strerror})") from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise UserError(
-                f"{run_dir} is in use by another run (process {owner}); wait for it, or choose another `name`"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def check_use(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
     """An existing run needs `resume` or `overwrite`. Nothing is touched."""
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other")
-    if _existing(run_dir) and not (resume or overwrite):
+    checkpoints = open_storage(run_dir / "checkpoints").checkpoints()
+    if (_existing(run_dir) or checkpoints) and not (resume or overwrite):
         raise UserError(
             f"{run_dir} already holds a run; go on with --resume, start over with --overwrite, or choose another `name`"
         )
 
 
 def clear(run_dir: Path) -> None:
-    """Remove what an earlier run wrote, and nothing else; of a link, only the link."""
+    """Remove what an earlier run wrote but its checkpoints, and nothing else; of a link, only the link."""
     for path in _existing(run_dir):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 

@@ -13,7 +13,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 
-from modelworks.checkpoint import Outcome, Retention, Saver, describe_seconds, failure_rate, open_storage
+from modelworks.checkpoint import Outcome, Retention, Saver, Storage, describe_seconds, failure_rate
 from modelworks.data import Dataset
 from modelworks.train.derivation import Decision, Derived
 from modelworks.train.loop import StepDone
@@ -172,25 +172,26 @@ def build_checkpoints(
     dataset: Dataset,
     log: RunLog,
     terminal: Terminal,
-    place: str,
+    storage: Storage,
     resumed: Found | None,
 ) -> Checkpoints:
-    """place: where this run's checkpoints go. resumed: the one that it goes on from, which is never removed."""
+    """storage: where this run's checkpoints go. resumed: the one that it goes on from, which is never removed."""
     config, mesh = derived.config, state.model.mesh
-    settings, storage = config.checkpoint, open_storage(place)
+    settings = config.checkpoint
+    goes_on_here = resumed is not None and storage.folder(resumed.candidate.name).label == resumed.checkpoint.label
     retention = Retention(
         storage,
         keep_last=settings.keep_last,
         keep_every=derived.keep_every,
         best=(config.evaluate.best_metric, config.evaluate.best_mode),
-        protect=[resumed.candidate.name] if resumed and resumed.candidate.place == place else [],
+        protect=[resumed.candidate.name] if resumed and goes_on_here else [],
     )
     _ = state.shards  # worked out here and not in the first save: for hundreds of ranks that takes seconds
     saver = Saver(mesh, storage, background=settings.async_, staging_limit=settings.staging, retention=retention)
     checkpoints = Checkpoints(log, terminal, derived, saver, _pace(derived, state), dataset)
     if resumed:
         checkpoints.latest, checkpoints.latest_step = resumed.checkpoint.label, resumed.checkpoint.step
-        if resumed.candidate.place == place:
+        if goes_on_here:
             checkpoints._saved_step = resumed.checkpoint.step
     return checkpoints
 
