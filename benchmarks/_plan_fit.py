@@ -51,6 +51,7 @@ FREE = (
     Free("unaligned", 0.25, 0.2, 0.1, 1.0),
     Free("cast", 1.0, 0.3, 0.1, 3.0),
     Free("logit_bytes", 14.0, 0.4, 4.0, 60.0),
+    Free("kernel_waits", 5e-4, 0.5, 1e-5, 4e-3),
     Free("step_overhead", 0.03, 0.7, 1e-4, 0.2),
     Free("straggler", 0.004, 0.5, 1e-5, 0.03),
     Free("gather_overlap", 0.9, 0.3, 0.1, 1.0),

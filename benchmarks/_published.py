@@ -79,6 +79,9 @@ COLUMNS = [
     "vocab",
     "vp",
 ]
+# "dealing with JZ hanging on the large model" of the same chronicle: from so many GPUs on, runs hung unless they waited
+# for each kernel (CUDA_LAUNCH_BLOCKING=1).
+BLOCKING = 320
 OLD = ("Megatron-DeepSpeed", "bigscience", "Narayanan", "Korthikanti", "vTrain", "MT-NLG", "Megatron-LM 2020")
 
 # What public configurations say and the table has no column for: sparse layers, the shared expert (as one more that
@@ -224,7 +227,9 @@ def _software(cells: Mapping[str, str]) -> Software:
     if cells["precision"] == "fp16" or any(name in text for name in OLD):
         if cells["sharding"] == "zero3":
             return ZERO3_2021
-        return MEGATRON_DEEPSPEED if "Megatron-DeepSpeed" in text else MEGATRON_2021
+        blocking = float("bigscience" in text and float(cells["n_gpus"]) >= BLOCKING)
+        program = MEGATRON_DEEPSPEED if "Megatron-DeepSpeed" in text else MEGATRON_2021
+        return program.with_(blocking=blocking)
     if "foundry" in text or cells["sharding"] in ("zero3", "zero2"):
         return FSDP
     return MEGATRON_CORE

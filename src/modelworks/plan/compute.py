@@ -25,6 +25,7 @@ import numpy as np
 
 from modelworks.plan.columns import Column, Shape, Split
 from modelworks.plan.constants import CONSTANTS, Constants
+from modelworks.plan.elements import layer_elements
 from modelworks.plan.machine import Machine, Numerics
 from modelworks.plan.software import Software
 
@@ -67,12 +68,11 @@ class LayerTime:
     experts: Passes
     attention: Passes
     elementwise: Passes
-    overhead: Passes
     core: Column
 
     @property
     def passes(self) -> Passes:
-        return self.linear + self.experts + self.attention + self.elementwise + self.overhead
+        return self.linear + self.experts + self.attention + self.elementwise
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,19 @@ def layer_time(work: Work) -> LayerTime:
     experts = _passes(work, expert_products(work)).times(1.0 - dense)
     attention, core = _attention(work)
     elementwise = _elementwise(work)
-    busy = linear + experts + attention + elementwise
-    # a host that launches eager kernels more slowly than the device runs them sets the pace
-    launch = work.software.launch
-    waits = (
-        np.maximum(launch - busy.forward, 0.0),
-        np.maximum(2.0 * launch - busy.backward_input - busy.backward_weight, 0.0),
-    )
-    overhead = Passes(waits[0], waits[1], 0.0)
+    accumulation = Passes(0.0, 0.0, _accumulation(work))
     selective = np.where(work.software.flash > 0, elementwise.forward, core)
-    return LayerTime(linear, experts, attention, elementwise, overhead, selective)
+    return LayerTime(linear, experts, attention, elementwise + accumulation, selective)
+
+
+def _accumulation(work: Work) -> Column:
+    """Adding a micro-batch's gradients to those before: read, read, written, unless the products do it."""
+    split, numerics = work.split, work.numerics
+    held = np.where((split.zero >= 2.0) & (split.reduce_every > 0), split.shards, 1.0)
+    moved = layer_elements(work.shape, split) / held * (numerics.compute + 2.0 * numerics.gradient)
+    later = (split.n_micro_batches - 1.0) / split.n_micro_batches * split.trains_weights
+    apart = 1.0 - work.software.fused_accumulation
+    return apart * later * moved / (work.machine.bandwidth * work.constants.memory)
 
 
 def head_time(work: Work) -> Passes:

@@ -41,6 +41,7 @@ class Constants:
     pipeline_overlap: float = 0.363  # the same of sends between stages
     logit_bytes: float = 9.9  # bytes that the loss moves for each logit, forward; the same backward
     cast: float = 1.08  # bytes of casting operands to fp8, relative to reading each once and writing it twice
+    kernel_waits: float = 5e-4  # seconds that waiting for each kernel adds to launching a layer's forward pass
     step_overhead: float = 38e-3  # seconds of a step outside all of this: data, norms, logging
     straggler: float = 0.0072  # part of a step that ranks wait for the slowest, for each doubling of the nodes
 

@@ -17,6 +17,7 @@ from modelworks.plan import topology
 from modelworks.plan.columns import Column
 from modelworks.plan.communication import all_reduce, all_to_all, gather_or_scatter, point_to_point
 from modelworks.plan.compute import Work
+from modelworks.plan.elements import layer_elements
 
 
 @dataclass(frozen=True)
@@ -49,24 +50,12 @@ def layer_exchange(work: Work) -> LayerExchange:
     sparse = 1.0 - shape.dense_share
     experts = 2.0 * sparse * all_to_all(machine, topology.expert_group(split, machine), rows, constants)
     shards = topology.shard_group(split, machine)
-    elements = layer_elements(work)
+    elements = layer_elements(shape, split)
     sharded = split.zero >= 3.0
     slower = machine.with_(network_bandwidth=machine.network_bandwidth * work.software.rings)
     gather = np.where(sharded, gather_or_scatter(slower, shards, elements * numerics.gathered, constants), 0.0)
     scatter = np.where(sharded, gather_or_scatter(slower, shards, elements * numerics.reduced, constants), 0.0)
     return LayerExchange(sums, context, experts, gather, scatter)
-
-
-def layer_elements(work: Work) -> Column:
-    """Parameters of the mean layer on one rank, while gathered."""
-    shape, split = work.shape, work.split
-    copies = np.maximum(split.tp * shape.head_dim / shape.d_kv, 1.0)
-    attention = shape.d_model * (2.0 * shape.d_attention + 2.0 * shape.d_kv * copies) / split.tp
-    feed_forward = shape.dense_share * shape.feed_forward_weights / split.tp
-    experts = (1.0 - shape.dense_share) * (
-        shape.expert_weights / (split.tp * split.ep) + shape.n_experts * shape.d_model
-    )
-    return attention + feed_forward + experts + shape.biases + 2.0 * shape.norms * shape.d_model
 
 
 def beside(work: Work, transfer: Column, computation: Column, overlap: Column) -> Column:

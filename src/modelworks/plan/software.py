@@ -42,6 +42,9 @@ class Software(Columns):
     buffers: Column = 2.0 * 25 * 2**20
     chunked_loss: Column = 0.0
     eager: Column = 0.0
+    blocking: Column = 0.0
+    fused_accumulation: Column = 0.0
+    serial_sends: Column = 0.0
 
 
 # What our own trainer does: SDPA's flash kernel, buckets reduced while the backward pass runs, stages gathered ahead,
@@ -50,10 +53,10 @@ MODELWORKS = Software(1.0, 1.0, 0.0, 1.0, 1.0, 1.0, launch=5e-4, chunked_loss=1.
 # Megatron-LM of 2020 to 2022: gradients are reduced after the last backward, sends are waited for.
 MEGATRON_2021 = Software(0.0, 0.72, 0.0, 0.0, 1.0, 0.0, launch=6.6e-4, scattered_sends=1.0)
 # The same model code under DeepSpeed's pipeline engine: buckets of 5e8 fp16 elements, two to reduce and one to gather.
-MEGATRON_DEEPSPEED = MEGATRON_2021.with_(buffers=3e9)
+MEGATRON_DEEPSPEED = MEGATRON_2021.with_(buffers=3e9, serial_sends=1.0)
 # DeepSpeed's ZeRO-3 of 2021 gathers each parameter by itself, over one adapter.
 ZERO3_2021 = MEGATRON_2021.with_(rings=1.0 / 8.0)
 # FSDP under PyTorch 2: flash attention, eager operations, parameters prefetched.
 FSDP = Software(1.0, 1.0, 0.0, 1.0, 1.0, 0.0, launch=5e-4)
 # Megatron core with Transformer Engine, and JAX on GPUs: fused attention, everything that can be overlapped is.
-MEGATRON_CORE = Software(2.0, 1.91, 1.0, 1.0, 1.0, 1.0, launch=5e-4)
+MEGATRON_CORE = Software(2.0, 1.91, 1.0, 1.0, 1.0, 1.0, launch=5e-4, fused_accumulation=1.0)

@@ -14,7 +14,8 @@ import numpy as np
 
 from modelworks.plan.columns import Column
 from modelworks.plan.compute import LayerTime, Passes, Work, head_time, layer_time, recomputed_seconds
-from modelworks.plan.exchanges import beside, layer_elements, layer_exchange, send_seconds, step_exchange
+from modelworks.plan.elements import rank_elements
+from modelworks.plan.exchanges import beside, layer_exchange, send_seconds, step_exchange
 from modelworks.plan.pipeline import makespan, stage_counts
 
 
@@ -57,6 +58,7 @@ class _Layer:
     experts: Column
     gather: Column
     exposed_forward: Column  # exchanges of the forward pass
+    launch: Passes  # what the host needs beyond all of that
 
     @property
     def exposed(self) -> Column:
@@ -64,13 +66,13 @@ class _Layer:
 
     @property
     def total(self) -> Column:
-        return self.time.passes.total + self.recompute + self.exposed
+        return self.time.passes.total + self.recompute + self.exposed + self.launch.total
 
     @property
     def passes(self) -> Passes:
         """With what is exchanged and recomputed: all of that delays the gradient of the inputs, none the weights'."""
         computed = self.time.passes
-        forward = computed.forward + self.exposed_forward
+        forward = computed.forward + self.exposed_forward + self.launch.forward
         return Passes(forward, self.total - forward - computed.backward_weight, computed.backward_weight)
 
 
@@ -80,23 +82,27 @@ def step_time(work: Work) -> StepTime:
     layer, head, send = _layer(work), head_time(work), send_seconds(work)
     stages = stage_counts(work.shape, split, head.total / layer.total)
     passes, micro_batches = layer.passes, split.n_micro_batches
-    busy, idle = makespan(split, stages, passes.forward, passes.backward_input, passes.backward_weight, head.total)
-    on_last = stages.last * layer.total + head.total >= stages.most * layer.total
+    # A stage between two others exchanges with both, the last with one: that much less it has to do.
+    exposed = send * (1.0 - software.overlap_pipeline * constants.pipeline_overlap)
+    each = np.where(split.pp > 1.0, (2.0 + 2.0 * software.serial_sends) * exposed, 0.0)
+    inner, last = stages.most * layer.total, stages.last * layer.total + head.total - each / 2.0
+    _, idle = makespan(
+        split, stages, passes.forward, passes.backward_input, passes.backward_weight, head.total - each / 2.0
+    )
+    on_last = last >= inner
     layers = np.where(on_last, stages.last, stages.most) * micro_batches
     with_head = np.where(on_last, micro_batches, 0.0)
-
-    steady = 2.0 * split.virtual * micro_batches * send * (1.0 - software.overlap_pipeline * constants.pipeline_overlap)
+    steady = (split.virtual * micro_batches - with_head / 2.0) * each
     sends = np.where(split.pp > 1.0, steady + 2.0 * (split.pp - 1.0) * send, 0.0)
-    dense_elements, expert_elements = _rank_elements(work, stages.most)
+    dense_elements, expert_elements = rank_elements(work.shape, split, stages.most)
     data = _data_seconds(work, layer, stages.most, dense_elements, expert_elements)
     optimizer = _optimizer_seconds(work, dense_elements, expert_elements)
-    nodes = np.maximum(split.world / work.machine.node, 1.0)
-    so_far = busy + idle + sends + data + optimizer
+    so_far = layers * layer.total + with_head * head.total + idle + sends + data + optimizer
     time = layer.time
     return StepTime(
         linear=layers * (time.linear + time.experts).total,
         attention=layers * time.attention.total,
-        elementwise=layers * (time.elementwise + time.overhead).total,
+        elementwise=layers * (time.elementwise + layer.launch).total,
         head=with_head * head.total,
         recompute=layers * layer.recompute,
         tensor=layers * layer.tensor,
@@ -107,7 +113,7 @@ def step_time(work: Work) -> StepTime:
         sends=sends,
         data=data,
         optimizer=optimizer,
-        overhead=constants.step_overhead + constants.straggler * np.log2(nodes) * so_far,
+        overhead=constants.step_overhead + _stragglers(work, inner, last) * so_far,
     )
 
 
@@ -133,6 +139,8 @@ def _layer(work: Work) -> _Layer:
     reduces = np.where(split.reduce_every > 0, 1.0, 1.0 / split.n_micro_batches)
     gather = beside(work, exchange.gather * gathers, passes.forward, overlap)
     gather_backward = beside(work, exchange.gather * gathers + exchange.scatter * reduces, backward, overlap)
+    exposed_forward = tensor + context + experts + gather
+    exposed_backward = tensor + context_backward + experts + gather_backward
     return _Layer(
         time=time,
         recompute=again - reruns * (tensor + context + experts),
@@ -140,8 +148,37 @@ def _layer(work: Work) -> _Layer:
         context=context * (1.0 + reruns) + context_backward,
         experts=experts * (2.0 + reruns),
         gather=gather + gather_backward,
-        exposed_forward=tensor + context + experts + gather,
+        exposed_forward=exposed_forward,
+        launch=_launch_seconds(work, passes.forward + exposed_forward, backward + exposed_backward),
     )
+
+
+def _launch_seconds(work: Work, forward: Column, backward: Column) -> Passes:
+    """What the host adds to a layer's passes of so many seconds on the device.
+
+    It launches kernels ahead, so that it sets the pace only where it is slower; one that waits for each kernel adds
+    its own time. A backward pass has two kernels for each of a forward pass, and those that are run again.
+    """
+    software = work.software
+    ahead = software.launch
+    passes = 2.0 + np.clip(work.split.recompute - 1.0, 0.0, 1.0)
+    waited = ahead + work.constants.kernel_waits
+    blocking = software.blocking > 0
+    return Passes(
+        np.where(blocking, waited, np.maximum(ahead - forward, 0.0)),
+        np.where(blocking, passes * waited, np.maximum(passes * ahead - backward, 0.0)),
+        0.0,
+    )
+
+
+def _stragglers(work: Work, inner: Column, last: Column) -> Column:
+    """The part of a step that is lost to the slowest device: of all where stages are even, of its own stage's where
+    one is slower than the others, as long as it is. inner, last: seconds of an inner and the last stage."""
+    split, each = work.split, work.constants.straggler
+    nodes = np.maximum(split.world / work.machine.node, 1.0)
+    in_stage = np.maximum(nodes / split.pp, 1.0)
+    everywhere, there = 1.0 + each * np.log2(nodes), 1.0 + each * np.log2(in_stage)
+    return np.where(last > inner, np.maximum(there, everywhere * inner / last), everywhere) - 1.0
 
 
 def _data_seconds(work: Work, layer: _Layer, layers: Column, elements: Column, expert_elements: Column) -> Column:
@@ -155,14 +192,6 @@ def _data_seconds(work: Work, layer: _Layer, layers: Column, elements: Column, e
     window = layers * (passes.backward_input + passes.backward_weight + layer.recompute)
     reduced = beside(work, reduce * times, window * times, overlap)
     return reduced + beside(work, update, layers * passes.forward, overlap)
-
-
-def _rank_elements(work: Work, layers: Column) -> tuple[Column, Column]:
-    """Parameters of the fullest rank: all but experts', and those."""
-    shape, split = work.shape, work.split
-    experts = layers * (1.0 - shape.dense_share) * shape.expert_weights / (split.tp * split.ep)
-    ends = np.where(split.pp > 1.0, 1.0, 2.0 - shape.tied) * shape.vocab_size * shape.d_model / split.tp
-    return layers * layer_elements(work) - experts + ends, experts
 
 
 def _optimizer_seconds(work: Work, elements: Column, expert_elements: Column) -> Column:
