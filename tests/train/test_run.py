@@ -312,6 +312,7 @@ def test_a_failing_save_is_a_warning_and_the_last_good_one_stays(
     warnings = [str(r.value) for r in records(tmp_path / "run") if r.name == "warning"]
     assert "step 6: the checkpoint could not be written (No space left on device)" in warnings[0]
     assert "the last good checkpoint is step-00000004" in warnings[0]
+    assert [text.partition(":")[0] for text in warnings] == ["step 6", "step 8"]  # the last one is not tried twice
 
 
 @contextmanager
@@ -326,13 +327,14 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def test_a_disk_that_is_really_full_does_not_end_training(
-    finished: tuple[Path, Any], tiny_config: Any, tiny_machine: Any, tmp_path: Path
+    finished: tuple[Path, Any], tiny_config: Any, tiny_machine: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with largest_file(6000):  # no checkpoint fits, and the records do not fit either
         result = train(tiny_config(), tmp_path / "run", machine=tiny_machine)
     assert (result.steps, result.checkpoint, result.last_save_failed) == (8, None, True)
     assert result.train_loss == finished[1].train_loss or math.isfinite(result.train_loss or math.nan)
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") is None
+    assert "Traceback" not in capfd.readouterr().err  # of TensorBoard's, say
     # Whole rows only, up to where the space ended.
     for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines():
         json.loads(line)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from modelworks.config import UserError
 from modelworks.records import read_records
 from modelworks.train import loop, newest_checkpoint, train
 from modelworks.train.resuming import check_memory, place_of
+from modelworks.train.stopping import stop_on_signals
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], Any]) -> None:
@@ -162,6 +164,18 @@ def test_the_grace_after_sigterm_is_kept(
         assert result.checkpoint_step == int(expected[-1])
     [text] = [text for text in events(tmp_path / "run-4", "remark") if "checkpoint.grace" in text]
     assert text.endswith("s are left: this step is not saved; the last good checkpoint is step-00000003")
+
+
+def test_sigterm_after_ctrl_c_has_a_deadline() -> None:
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.deadline(60) is None
+        before = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = stop.deadline(60)
+    assert deadline is not None
+    assert before + 60 <= deadline <= time.monotonic() + 60
+    assert stop.signal is signal.SIGINT  # what the run is said to have been stopped by
 
 
 def test_what_is_in_flight_when_sigterm_comes_is_finished_first(
@@ -336,6 +350,23 @@ def test_a_storage_that_is_gone_in_the_middle(
     assert f"step 6: the checkpoint could not be written ({place} is gone, or is not the directory that" in warning
     assert warning.endswith("; the last good checkpoint is step-00000004")
     assert saved(tmp_path / "run") == ["step-00000002", "step-00000004", "step-00000008"]
+
+
+def test_a_run_directory_that_is_removed_meanwhile(
+    tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run_dir = tmp_path / "run"
+    at_step(monkeypatch, 4, lambda: shutil.rmtree(run_dir))
+    said = io.StringIO()
+    result = train(tiny_config(), run_dir, machine=tiny_machine, console=Console(file=said, width=1000))
+    assert (result.steps, result.last_save_failed) == (8, True)
+    assert not run_dir.exists()
+    told = f"{said.getvalue()}{capfd.readouterr().err}"
+    assert f"step 8: the checkpoint could not be written ({run_dir}/checkpoints is gone" in told
+    assert f"{run_dir}/records.jsonl is gone: what this run recorded in it is lost" in told
+    assert "Traceback" not in told
+    assert "None" not in told
 
 
 def test_a_storage_that_is_not_there_on_resume(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def _run(prepared: Prepared, state: TrainState, hooks: _Hooks, profile: Profile)
             hooks.checkpoints.stop(state)
             raise TrainingFailed(f"{error}; {hooks.checkpoints.kept()}") from error
         # Saved, or being saved, unless a signal stopped the run between two checkpoints.
-        hooks.checkpoints.stop(state, stop.deadline(derived.config.checkpoint.grace))
+        hooks.checkpoints.stop(state, lambda: stop.deadline(derived.config.checkpoint.grace))
     if profiling.table:
         hooks.terminal.console.print(profiling.table, markup=False)
     if state.step < derived.total_steps and stop.signal is None:

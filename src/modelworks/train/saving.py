@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from modelworks.checkpoint import Outcome, Retention, Saver, Storage, describe_seconds, failure_rate
@@ -43,6 +44,7 @@ class Checkpoints:
     latest_step: int | None = None
     failed: bool = False
     _saved_step: int = -1  # of the newest save that began and has not failed
+    _failed_step: int = -1  # of the newest save that failed
     _seconds: float | None = None  # that a save takes on the slowest rank, as last measured
     _staging: int = 0  # bytes of host memory held for copies
 
@@ -94,14 +96,15 @@ class Checkpoints:
         if self.saver.in_flight:
             self._take(state, self.saver.wait())
 
-    def stop(self, state: TrainState, deadline: float | None = None) -> None:
-        """Save where the run ends, unless that is done; every rank must call it. deadline: of `time.monotonic`, when
-        this process may be killed; a save that would then not be complete is not begun."""
+    def stop(self, state: TrainState, deadline: Callable[[], float | None] = lambda: None) -> None:
+        """Save where the run ends, unless that was done or has just failed; every rank must call it. deadline: when, of
+        `time.monotonic`, this process may be killed, asked late, since a signal may come while a save is waited for; a
+        save that would then not be complete is not begun."""
         self.finish(state)  # what is nearly complete comes first
-        if self._saved_step == state.step:
+        if state.step in (self._saved_step, self._failed_step):
             return
-        world = state.model.mesh.group("world")
-        left = min(world.gather_objects(math.inf if deadline is None else deadline - time.monotonic()))
+        world, until = state.model.mesh.group("world"), deadline()
+        left = min(world.gather_objects(math.inf if until is None else until - time.monotonic()))
         if self.latest and self._seconds is not None and self._seconds > left:
             times = f"a save takes {self._seconds:.1f} s, and of checkpoint.grace {max(left, 0.0):.1f} s are left"
             self._tell(state, f"{times}: this step is not saved; {self.kept()}")
@@ -120,7 +123,7 @@ class Checkpoints:
         if outcome.warning:
             self._warn(state, outcome.step, outcome.warning)
         if outcome.where is None:
-            self.failed, self._saved_step = True, -1
+            self.failed, self._saved_step, self._failed_step = True, -1, outcome.step
             self._warn(state, outcome.step, f"the checkpoint could not be written ({outcome.error}); {self.kept()}")
             return
         self.failed, self.latest, self.latest_step = False, outcome.where, outcome.step

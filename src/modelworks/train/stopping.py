@@ -18,7 +18,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._came = 0.0
+        self._terminated: float | None = None  # when, of `time.monotonic`, the first SIGTERM came
 
     @property
     def requested(self) -> bool:
@@ -27,12 +27,15 @@ class StopRequest:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGTERM and self._terminated is None:
+            self._terminated = time.monotonic()
         if not self.requested:
-            self.signal, self._came = signal.Signals(number), time.monotonic()
+            self.signal = signal.Signals(number)
 
     def deadline(self, grace: float) -> float | None:
-        """When, of `time.monotonic`, this process may be killed: `grace` seconds after SIGTERM. Ctrl-C has none."""
-        return self._came + grace if self.signal == signal.SIGTERM else None
+        """When, of `time.monotonic`, this process may be killed: `grace` seconds after SIGTERM, also where Ctrl-C came
+        before it. None while there was only Ctrl-C."""
+        return None if self._terminated is None else self._terminated + grace
 
 
 @contextmanager
