@@ -70,7 +70,7 @@ def command(
         report: str | None = str(write_report(run_dir))
     except OSError as error:
         report = None
-        output.print(f"warning: {error.filename}: cannot be written ({error.strerror})")
+        output.print(f"warning: {error.filename or run_dir}: cannot be written ({error.strerror or error})")
     again = " ".join([_program(), "train", str(config), *_quoted(overrides or []), *_runs_option(runs_dir), "--resume"])
     output.result({**asdict(result), "report": report})
     if result.stopped_by and not result.last_save_failed:

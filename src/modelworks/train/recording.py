@@ -22,29 +22,30 @@ import psutil
 import torch
 
 from modelworks.records import Kind, Record, RecordWriter
+from modelworks.train.event_file import EventFile
 
 
 class RunLog:
     """Writes each record to `records.jsonl` and, if it is a figure, to TensorBoard.
 
     run_dir: None keeps nothing, on ranks whose figures are those of rank 0.
-    A disk that is full does not end the run: rows wait in memory and are written once there is room again. After a
-    failure TensorBoard's own writer cannot go on: its curves end there, and `records.jsonl` has them all.
+    A disk that is full does not end the run: rows wait in memory and are written once there is room again. The curves
+    for TensorBoard end there, since half an event cannot be taken back; `records.jsonl` has them all.
     """
 
     def __init__(self, run_dir: Path | None, *, first_step: int) -> None:
         self._path: Path | None = None
         if run_dir is None:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
         self._path = run_dir / "records.jsonl"
         self._writer: RecordWriter | None = None
         self._waiting: list[Record] = []
         self._warned = False
         # What an interrupted run wrote behind its last checkpoint is marked as superseded.
         purge = first_step + 1 if first_step else None
-        self._board: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+        self._board: EventFile | None = None
+        with self._board_may_fail():
+            self._board = EventFile(run_dir / "tensorboard", purge_step=purge)
 
     def figure(self, step: int, name: str, value: float, unit: str = "", *, kind: Kind = "measured") -> None:
         self.write(Record(step, name, float(value), unit, kind))
@@ -59,34 +60,39 @@ class RunLog:
         self._waiting += records
         self._write_waiting()
         with self._board_may_fail():
-            for record in records:
-                self._show(record)
+            if self._board is not None:
+                for record in records:
+                    self._show(record, self._board)
+                self._board.flush()
 
     def close(self) -> None:
         if self._path is None:
             return
         if self._writer:
             self._writer.close()
+            if not self._path.exists():
+                print(f"warning: {self._path} is gone: what this run recorded in it is lost", file=sys.stderr)
         with self._board_may_fail():
             if self._board is not None:
                 self._board.close()
 
-    def _show(self, record: Record) -> None:
-        if self._board is None:
-            return
+    def _show(self, record: Record, board: EventFile) -> None:
         if record.tags:  # of one rank: a curve of all of them would be none
             return
         if isinstance(record.value, float) and record.kind == "measured":
-            self._board.add_scalar(record.name, record.value, record.step)
+            board.add_scalar(record.name, record.value, record.step)
         elif record.name == "sample":
-            self._board.add_text("sample", str(record.value), record.step)
+            board.add_text("sample", str(record.value), record.step)
 
     @contextlib.contextmanager
     def _board_may_fail(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self._board = None
+            board, self._board = self._board, None
+            with contextlib.suppress(OSError):
+                if board is not None:
+                    board.close()
             print(f"warning: TensorBoard events cannot be written ({error}); they end here", file=sys.stderr)
 
     def _write_waiting(self) -> None:
