@@ -6,7 +6,7 @@ while the others do the same. Written by `modelworks plan --calibrate`, read by 
 
 A product of (m, k) with (k, n) takes, with coefficients that are not negative and fitted to the measured rows,
 
-    seconds = c + f m n k + r m n + i m k + w n k        (a call; multiplying; writing the result; reading both operands)
+    seconds = c + f m n k + r m n + i m k + w n k     (a call; multiplying; writing the result; reading both operands)
 
 and an exchange of S bytes  latency + S / bandwidth  (Hockney 1994). No torch here.
 """
@@ -80,7 +80,7 @@ class Rates(Entry):
     """Of each of `ranks` processes with `threads` threads.
 
     memory_bandwidth_gb_s: read and written bytes. products: [rows m, columns n, inner k, seconds forward, seconds of
-    the inputs' gradient, of the weights']. attention: [sequence length, seconds a FLOP forward, backward], causal FLOPs.
+    the inputs' gradient, of the weights']. attention: [sequence length, seconds a causal FLOP forward, backward].
     costs: by precision. exchanges: [bytes of the whole tensor, seconds] by kind, over the ranks.
     """
 
@@ -128,22 +128,24 @@ class Rates(Entry):
         return max(2.0 * m * n * k / forward for m, n, k, forward, _, _ in self.products[dtype])
 
 
-def non_negative_fit(features: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coefficients x >= 0 of the least squares of (features @ x / values - 1): errors relative to what was measured.
+def non_negative_fit(
+    features: NDArray[np.float64], values: NDArray[np.float64], scale: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Coefficients x >= 0 of the least squares of (features @ x - values) / scale.
 
-    features: (rows, few columns); values: (rows,), positive. Every subset of columns is tried, so it is exact for the
+    features: (rows, few columns); values, scale: (rows,). Every subset of columns is tried, so it is exact for the
     dozen columns that there are at most.
     """
-    relative = features / values[:, None]
+    relative, wanted = features / scale[:, None], values / scale
     best, least = np.zeros(features.shape[1]), np.inf
     columns = range(features.shape[1])
     for size in range(1, features.shape[1] + 1):
         for chosen in combinations(columns, size):
             part = relative[:, chosen]
-            found, _, rank, _ = np.linalg.lstsq(part, np.ones(len(values)), rcond=None)
+            found, _, rank, _ = np.linalg.lstsq(part, wanted, rcond=None)
             if rank < size or (found < 0.0).any():
                 continue
-            error = float(np.sum((part @ found - 1.0) ** 2))
+            error = float(np.sum((part @ found - wanted) ** 2))
             if error < least:
                 best, least = np.zeros(features.shape[1]), error
                 best[list(chosen)] = found
@@ -158,11 +160,11 @@ def product_features(m: object, n: object, k: object) -> list[object]:
 def _fit_products(rows: Sequence[ProductRow]) -> tuple[NDArray[np.float64], ...]:
     table = np.array(rows, dtype=np.float64)
     features = np.stack([np.asarray(each) for each in product_features(table[:, 0], table[:, 1], table[:, 2])], axis=1)
-    return tuple(non_negative_fit(features, table[:, column]) for column in (3, 4, 5))
+    return tuple(non_negative_fit(features, table[:, column], table[:, column]) for column in (3, 4, 5))
 
 
 def _fit_exchange(rows: Sequence[ExchangeRow]) -> tuple[float, float]:
     table = np.array(rows, dtype=np.float64)
     features = np.stack([np.ones(len(table)), table[:, 0]], axis=1)
-    latency, each = non_negative_fit(features, table[:, 1])
+    latency, each = non_negative_fit(features, table[:, 1], table[:, 1])
     return float(latency), float(each)

@@ -19,6 +19,7 @@ from modelworks.plan.compute import Work, model_flops
 from modelworks.plan.constants import CONSTANTS, Constants
 from modelworks.plan.machine import Machine, Numerics
 from modelworks.plan.memory import memory
+from modelworks.plan.optimizer_bytes import state_bytes
 from modelworks.plan.pipeline import simulated
 from modelworks.plan.software import MODELWORKS, Software
 from modelworks.plan.step_time import StepTime, layer_costs, step_time
@@ -41,6 +42,7 @@ class Candidate:
     precision: str = "bf16"
     recompute: str = "none"
     software: Software = MODELWORKS
+    optimizer: str = "adamw"
 
     @property
     def n_devices(self) -> int:
@@ -83,11 +85,19 @@ def work_of(
     precision: str = "bf16",
     software: Software = MODELWORKS,
     constants: Constants = CONSTANTS,
+    optimizer: str = "adamw",
 ) -> Work:
-    """What the formulas take. split: one row or columns of them. Raises UserError for an unknown precision."""
+    """What the formulas take. split: one row or columns of them. Raises UserError for an unknown precision or
+    optimiser."""
     kernel: AttentionKernel = "fused" if float(np.max(software.flash)) >= 2.0 else "flash"
-    machine = Machine.of(device, precision, attention=kernel)
-    return Work(Shape.of(model), split, machine, Numerics.of(precision), software, constants)
+    machine = Machine.of(device, precision, attention=kernel, ranks=int(np.max(split.world)))
+    if machine.measured is not None:
+        constants = machine.measured.constants(constants)
+    numerics = Numerics.of(precision)
+    if optimizer != "adamw":  # master weights are what the numerics have beside its two moments
+        masters = numerics.state - state_bytes("adamw", model).mean
+        numerics = numerics.with_(state=masters + state_bytes(optimizer, model).mean)
+    return Work(Shape.of(model), split, machine, numerics, software, constants)
 
 
 def evaluate(candidate: Candidate, constants: Constants = CONSTANTS) -> Prediction:
@@ -108,6 +118,7 @@ def evaluate(candidate: Candidate, constants: Constants = CONSTANTS) -> Predicti
         precision=candidate.precision,
         software=candidate.software,
         constants=constants,
+        optimizer=candidate.optimizer,
     )
     times = step_time(work)
     parts = {field.name: float(getattr(times, field.name)) for field in fields(StepTime)}

@@ -31,8 +31,9 @@ class Columns:
 
     @classmethod
     def stacked(cls, rows: Sequence[Self]) -> Self:
-        """One of these with arrays, from several with numbers."""
+        """One of these with arrays, from several with numbers. What is None in the first stays None."""
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # each subclass is a dataclass
+        names = [name for name in names if getattr(rows[0], name) is not None]
         return cls(**{name: np.array([getattr(row, name) for row in rows], dtype=np.float64) for name in names})
 
     def with_(self, **changes: Column) -> Self:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from modelworks.config import UserError
 from modelworks.hardware import AttentionKernel, Device, Dtype
 from modelworks.plan.columns import Column, Columns
+from modelworks.plan.measured import Measured
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Machine(Columns):
     product_rate: of the best matrix product in the dtype that the linear layers compute in; wide_product_rate: in the
     dtype of attention and head. units: that share out the tiles of a product (0: unknown, no waves). node: devices that
     the fast link joins. network_bandwidth: per device. host_bandwidth: between a device and its host's memory.
+    measured: the rates of a machine that was calibrated, which then stand in for all of these but memory and peak.
     """
 
     memory: Column
@@ -33,13 +35,16 @@ class Machine(Columns):
     attention_forward: Column = 0.5
     attention_backward: Column = 0.45
     sustained: Column = 1.0
+    measured: Measured | None = None
 
     @classmethod
-    def of(cls, device: Device, precision: str, *, attention: AttentionKernel = "flash") -> Machine:
-        """From the catalogue. attention: which kernel's measured rates to take, `flash` or `fused`.
+    def of(cls, device: Device, precision: str, *, attention: AttentionKernel = "flash", ranks: int = 1) -> Machine:
+        """From the catalogue. attention: which kernel's measured rates to take, `flash` or `fused`. ranks: of the run;
+        they share a device that was measured as a machine.
 
         Figures that the catalogue lacks are filled in as `DEFAULTS` says.
         """
+        shared = ranks if device.measured else 1
         wide: Dtype = "fp32" if precision == "fp32" else "fp16" if precision == "fp16" else "bf16"
         narrow: Dtype = "fp8" if precision == "fp8" else wide
         product, wide_product = (_product_rate(device, dtype) for dtype in (narrow, wide))
@@ -47,11 +52,11 @@ class Machine(Columns):
         forward, backward = _attention_rates(device, attention)
         network = device.network_gbit_s or DEFAULTS["network_gbit_s"]
         return cls(
-            memory=device.memory_gb * 1e9,
+            memory=device.memory_gb * 1e9 / shared,
             bandwidth=(device.memory_bandwidth_tb_s or DEFAULTS["memory_bandwidth_tb_s"]) * 1e12,
             product_rate=product,
             wide_product_rate=wide_product,
-            peak=device.peak(narrow) or product,
+            peak=(device.peak(narrow) or product) / shared,
             units=float(device.units or 0),
             node=float(link.devices or 256) if link else 1.0,
             link_bandwidth=(link.gb_s if link else network / 8) * 1e9,
@@ -61,6 +66,7 @@ class Machine(Columns):
             attention_forward=forward / (wide_product * 1e-12),
             attention_backward=backward / (wide_product * 1e-12),
             sustained=device.sustained or 1.0,
+            measured=Measured.of(device, precision, ranks) if device.measured else None,
         )
 
 

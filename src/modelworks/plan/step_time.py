@@ -16,6 +16,7 @@ from modelworks.plan.columns import Column
 from modelworks.plan.compute import LayerTime, Passes, Work, head_time, layer_time, recomputed_seconds
 from modelworks.plan.elements import rank_elements
 from modelworks.plan.exchanges import beside, layer_exchange, send_seconds, step_exchange
+from modelworks.plan.measured_step import measured_head, measured_layer, measured_parts, measured_send
 from modelworks.plan.pipeline import makespan, stage_counts
 
 
@@ -78,6 +79,8 @@ class _Layer:
 
 def step_time(work: Work) -> StepTime:
     """Of every row of the columns."""
+    if (measured := work.machine.measured) is not None:
+        return StepTime(**measured_parts(work, measured))
     split, software, constants = work.split, work.software, work.constants
     layer, head, send = _layer(work), head_time(work), send_seconds(work)
     stages = stage_counts(work.shape, split, head.total / layer.total)
@@ -119,6 +122,8 @@ def step_time(work: Work) -> StepTime:
 
 def layer_costs(work: Work) -> tuple[Passes, Passes, Column]:
     """Seconds for one micro-batch of a layer (exchanges included) and of the head; and of a send. For simulations."""
+    if (measured := work.machine.measured) is not None:
+        return measured_layer(work, measured).passes, measured_head(work, measured), measured_send(work, measured)
     return _layer(work).passes, head_time(work), send_seconds(work)
 
 

@@ -1,0 +1,124 @@
+"""What a machine that was measured takes for the parts of a step: no datasheet, no constants, the rates of `Rates`.
+
+Made for CPUs, where the formulas of `compute` do not hold: products run at rates of their own by shape, operations
+between them live in caches and cost a call each, several ranks share cores and memory, and an exchange hides behind
+nothing since the cores that carry it are the ones that compute. Seconds of one rank while all ranks work:
+
+    product      the fit to measured products (`hardware.rates`), forward and both halves backward
+    attention    causal FLOPs at the measured rate of the sequence's length
+    the rest     counts (`Counts`) times the fitted costs of whole steps (`calibrate`)
+    exchange     latency and bytes on the wire at the measured rate of its kind
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from modelworks.config import UserError
+from modelworks.hardware import Costs, Device, Rates
+from modelworks.hardware.rates import ExchangeKind, MeasuredDtype
+from modelworks.plan.columns import Column, Shape, Split
+from modelworks.plan.constants import Constants
+from modelworks.plan.elements import layer_elements
+
+_DTYPES: dict[str, MeasuredDtype] = {"fp32": "fp32", "bf16": "bf16", "bf16-autocast": "bf16"}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a layer and micro-batch on one rank is made of, besides products and attention; see `hardware.Costs`."""
+
+    expert: Column
+    element: Column
+    routed: Column
+    weight: Column
+
+    @classmethod
+    def of(cls, shape: Shape, split: Split) -> Counts:
+        """Of the mean layer. element: of the operands of norms, residual sums, activations and rotations."""
+        sparse = 1.0 - shape.dense_share
+        stream = split.tokens * shape.d_model / split.stream_split
+        rows = split.tokens * shape.experts_per_token * sparse
+        hidden = (split.tokens * shape.d_ff * shape.dense_share + rows * shape.d_expert) / split.tp
+        heads = split.tokens * (shape.d_attention + shape.d_kv) / split.tp
+        return cls(
+            expert=sparse * np.maximum(shape.n_experts / split.ep, 1.0),
+            element=10.0 * stream + shape.matrices * hidden + 2.0 * heads * shape.rotary,
+            routed=rows * shape.d_model,
+            weight=layer_elements(shape, split),
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rates of one rank of several. slowdown: how much longer all takes where ranks outnumber the measured ones."""
+
+    rates: Rates
+    dtype: MeasuredDtype
+    costs: Costs
+    ranks: int
+    slowdown: float
+
+    @classmethod
+    def of(cls, device: Device, precision: str, ranks: int) -> Measured:
+        """Of `ranks` processes on the device. Raises UserError for a precision that was not measured."""
+        dtype = _DTYPES.get(precision)
+        rates = next((each for each in device.measured if each.ranks >= ranks), device.measured[-1])
+        costs = {str(name): each for name, each in rates.costs.items()}.get(precision)
+        if dtype is None or costs is None:
+            known = ", ".join(rates.costs)
+            raise UserError(f"precision {precision} was not measured on {device.name}; measured: {known}")
+        return cls(rates, dtype, costs, ranks, max(1.0, ranks / rates.ranks))
+
+    def constants(self, others: Constants) -> Constants:
+        """What the formulas of memory take: no driver's context and no buffers of a device's libraries."""
+        return replace(others, context=0.0, communicator=0.0, slack=0.0)
+
+    def product(self, m: Column, n: Column, k: Column, count: Column, half: int) -> Column:
+        """Seconds of `count` products. half: 0 forward, 1 the inputs' gradient, 2 the weights'."""
+        call, multiply, result, inputs, weights = self.rates.product_fits[self.dtype][half]
+        each = call + multiply * m * n * k + result * m * n + inputs * m * k + weights * n * k
+        return self.slowdown * count * each
+
+    def attention(self, length: Column, flops: Column, backward: int) -> Column:
+        """Seconds of a layer's attention of so many causal FLOPs. backward: 0, or 1 with twice the forward FLOPs."""
+        rows = self.rates.attention[self.dtype]
+        lengths, each = [row[0] for row in rows], [row[1 + backward] for row in rows]
+        rate = np.interp(np.log(length), np.log(lengths), each)
+        return self.slowdown * rate * flops * (1 + backward)
+
+    def between(self, counts: Counts, half: str) -> Column:
+        """Seconds of what lies between a layer's products. half: `forward` or `backward`."""
+        costs = self.costs
+        layer, expert, element, routed, weight = (
+            getattr(each, half) for each in (costs.layer, costs.expert, costs.element, costs.routed, costs.weight)
+        )
+        seconds = layer + expert * counts.expert + element * counts.element
+        return self.slowdown * (seconds + routed * counts.routed + weight * counts.weight)
+
+    def outside(self, shape: Shape, split: Split) -> tuple[Column, Column]:
+        """Seconds of a micro-batch outside the layers: of the embedding and final norm, forward and backward; and of
+        the loss besides its products. The ends' weights have gradients too."""
+        stream = split.tokens * shape.d_model / split.stream_split
+        costs, ends = self.costs, shape.vocab_size * shape.d_model / split.tp
+        around = (costs.token.forward + costs.token.backward) * stream + costs.weight.backward * ends
+        loss = costs.logit * split.tokens * shape.vocab_size / split.tp + costs.weight.backward * ends
+        return self.slowdown * around, self.slowdown * loss
+
+    def exchange(self, kind: ExchangeKind, n: Column, size: Column, calls: Column = 1.0) -> Column:
+        """Seconds of `calls` exchanges of `size` bytes (of the whole tensor) each among n ranks; 0 for one rank."""
+        if kind not in self.rates.exchange_fits:
+            if np.any(np.asarray(n) > 1.0):
+                raise UserError(f"exchanges ({kind}) were not measured on this machine; calibrate again")
+            return 0.0 * size
+        latency, each = self.rates.exchange_fits[kind]
+        measured = float(self.rates.ranks)
+        if kind == "send":
+            seconds = latency + each * size
+        else:
+            wire = (n - 1.0) / n / ((measured - 1.0) / measured)
+            steps = np.log2(np.maximum(n, 2.0)) / np.log2(measured)
+            seconds = latency * steps + each * size * wire
+        return np.where(n > 1.0, self.slowdown * calls * seconds, 0.0)
