@@ -8,7 +8,7 @@ from modelworks.layout.data_memory import (
     reduction_groups,
 )
 from modelworks.layout.elastic import shrink_layout
-from modelworks.layout.feasible import check_layout, describe, nearest_layouts, neighbours
+from modelworks.layout.feasible import check_layout, describe, layout_problems, nearest_layouts, neighbours
 from modelworks.layout.layout import AXES, Coordinates, Layout
 from modelworks.layout.placement import PLACEMENTS, V_SHAPED, ParameterPlan, placement, plan_parameters, stages_of
 from modelworks.layout.shards import ShardSpec, split_evenly, split_in_chunks, whole_tensors
@@ -27,6 +27,7 @@ __all__ = [
     "data_parallel_traffic",
     "describe",
     "is_copied",
+    "layout_problems",
     "nearest_layouts",
     "neighbours",
     "placement",

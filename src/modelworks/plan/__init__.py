@@ -8,8 +8,10 @@ from modelworks.plan.candidate import Candidate, Prediction, evaluate, work_of
 from modelworks.plan.columns import Shape, Split
 from modelworks.plan.compute import Work, model_flops
 from modelworks.plan.constants import CONSTANTS, Constants
+from modelworks.plan.job import Job, Limits
 from modelworks.plan.machine import Machine, Numerics
 from modelworks.plan.memory import Memory, layer_activations, memory
+from modelworks.plan.search import Found, Search, search
 from modelworks.plan.software import (
     FSDP,
     MEGATRON_2021,
@@ -32,10 +34,14 @@ __all__ = [
     "ZERO3_2021",
     "Candidate",
     "Constants",
+    "Found",
+    "Job",
+    "Limits",
     "Machine",
     "Memory",
     "Numerics",
     "Prediction",
+    "Search",
     "Shape",
     "Software",
     "Split",
@@ -46,6 +52,7 @@ __all__ = [
     "layer_activations",
     "memory",
     "model_flops",
+    "search",
     "step_time",
     "stored",
     "work_of",

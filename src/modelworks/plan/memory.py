@@ -175,6 +175,12 @@ def stored_bytes(work: Work, layers: Column, ends: Column) -> tuple[Column, Colu
         return each * np.where(split.zero >= stage, sharded, dense + experts)
 
     parameters, gradients = bytes_of(numerics.parameter, 3.0), bytes_of(numerics.gradient, 2.0)
+    # ours: the table of `layout.data_memory`, G and G' being float32 as soon as something is added to them
+    wide = np.maximum(numerics.gradient, 4.0)
+    between = np.where(split.n_micro_batches > 1.0, wide, numerics.gradient) * (dense + experts)
+    last = np.where(split.zero >= 2.0, np.maximum(between, bytes_of(wide, 2.0)), wide * (dense + experts))
+    every = np.where((split.reduce_every > 0) & (split.zero >= 1.0), bytes_of(wide, 1.0), last)
+    gradients = np.where(work.software.wide_gradients > 0, every, gradients)
     state = np.where(split.offload > 0, 0.0, bytes_of(numerics.state, 1.0))
     trained = split.trains_weights
     return parameters, gradients * trained, state * trained
@@ -206,6 +212,9 @@ def rank_memory(work: Work, *, layers: Column, held: Column, ends: Column, has_l
     working = np.where(partly, _kept(work, "none"), np.where(split.recompute > 0, _kept(work, "none") - layer, 0.0))
     loss = has_loss * loss_bytes(work)
     gathered = 2.0 * layer_elements(shape, split) * (numerics.gathered + numerics.reduced)
+    stage = layers * layer_elements(shape, split) + ends * shape.vocab_size * shape.d_model / split.tp
+    whole = stage * numerics.gathered  # a pipeline's stage that is gathered once a step; else a layer is, and the next
+    gathered = np.where((split.pp > 1.0) & (split.gather_every <= 0.0), np.maximum(whole, gathered), gathered)
     gather = np.where((split.zero >= 3.0) & (split.shards > 1), gathered, 0.0)
     buffers = np.where(split.data_ranks > 1, work.software.buffers, 0.0)
     slack = constants.slack * (activations + working + loss + gather)

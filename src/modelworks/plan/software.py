@@ -27,7 +27,8 @@ class Software(Columns):
     of a node's adapters that ZeRO-3's gathers use at once.
     buffers: bytes into which gradients are gathered for their reduction, and parameters for theirs.
     chunked_loss: 1 where logits are made for a chunk of the tokens at a time. eager: 1 where every operation saves what
-    its own backward pass needs, 0 where kernels are fused.
+    its own backward pass needs, 0 where kernels are fused. wide_gradients: 1 where gradients are summed over
+    micro-batches, and reduced, whole and in float32 (`layout.data_memory`).
     """
 
     flash: Column
@@ -42,16 +43,18 @@ class Software(Columns):
     buffers: Column = 2.0 * 25 * 2**20
     chunked_loss: Column = 0.0
     eager: Column = 0.0
+    wide_gradients: Column = 0.0
     blocking: Column = 0.0
     fused_accumulation: Column = 0.0
     serial_sends: Column = 0.0
+    kernels: Column = 20.0
 
 
 # What our own trainer does: SDPA's flash kernel, buckets reduced while the backward pass runs, stages gathered ahead,
 # sends that the executor does not wait for; tensor-parallel exchanges are waited for.
-MODELWORKS = Software(1.0, 1.0, 0.0, 1.0, 1.0, 1.0, launch=5e-4, chunked_loss=1.0, eager=1.0)
+MODELWORKS = Software(1.0, 1.0, 0.0, 1.0, 1.0, 1.0, launch=5e-4, chunked_loss=1.0, eager=1.0, wide_gradients=1.0)
 # Megatron-LM of 2020 to 2022: gradients are reduced after the last backward, sends are waited for.
-MEGATRON_2021 = Software(0.0, 0.72, 0.0, 0.0, 1.0, 0.0, launch=6.6e-4, scattered_sends=1.0)
+MEGATRON_2021 = Software(0.0, 0.72, 0.0, 0.0, 1.0, 0.0, launch=6.6e-4, scattered_sends=1.0, kernels=20.0)
 # The same model code under DeepSpeed's pipeline engine: buckets of 5e8 fp16 elements, two to reduce and one to gather.
 MEGATRON_DEEPSPEED = MEGATRON_2021.with_(buffers=3e9, serial_sends=1.0)
 # DeepSpeed's ZeRO-3 of 2021 gathers each parameter by itself, over one adapter.
@@ -59,4 +62,4 @@ ZERO3_2021 = MEGATRON_2021.with_(rings=1.0 / 8.0)
 # FSDP under PyTorch 2: flash attention, eager operations, parameters prefetched.
 FSDP = Software(1.0, 1.0, 0.0, 1.0, 1.0, 0.0, launch=5e-4)
 # Megatron core with Transformer Engine, and JAX on GPUs: fused attention, everything that can be overlapped is.
-MEGATRON_CORE = Software(2.0, 1.91, 1.0, 1.0, 1.0, 1.0, launch=5e-4, fused_accumulation=1.0)
+MEGATRON_CORE = Software(2.0, 1.91, 1.0, 1.0, 1.0, 1.0, launch=5e-4, fused_accumulation=1.0, kernels=20.0)
