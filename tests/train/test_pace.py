@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelworks.checkpoint import FailureRate, Interval
+from modelworks.config import FailureRate, Interval
 from modelworks.parallel import single_process
 from modelworks.train.pace import EveryInterval, EverySteps
 

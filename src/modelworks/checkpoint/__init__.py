@@ -14,12 +14,6 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.formats.source import ModelSource as ModelSource
     from modelworks.checkpoint.import_sources import describe_model as describe_model
     from modelworks.checkpoint.import_sources import open_source as open_source
-    from modelworks.checkpoint.interval import FailureRate as FailureRate
-    from modelworks.checkpoint.interval import Interval as Interval
-    from modelworks.checkpoint.interval import assumed_seconds as assumed_seconds
-    from modelworks.checkpoint.interval import best_interval as best_interval
-    from modelworks.checkpoint.interval import describe_seconds as describe_seconds
-    from modelworks.checkpoint.interval import failure_rate as failure_rate
     from modelworks.checkpoint.lazy_tensor import LazyTensor as LazyTensor
     from modelworks.checkpoint.listing import Listed as Listed
     from modelworks.checkpoint.listing import explain_unfinished as explain_unfinished
@@ -62,11 +56,9 @@ _OFFERS = {
     "Checkpoint": "read",
     "CheckpointError": "errors",
     "CorruptedCheckpoint": "errors",
-    "FailureRate": "interval",
     "Folder": "storage",
     "Identity": "commit",
     "InUse": "lock_file",
-    "Interval": "interval",
     "LazyTensor": "lazy_tensor",
     "Listed": "listing",
     "LoadedModel": "loading",
@@ -82,18 +74,14 @@ _OFFERS = {
     "Sections": "write",
     "Shard": "owners",
     "Storage": "storage",
-    "assumed_seconds": "interval",
     "best_checkpoint": "retention",
-    "best_interval": "interval",
     "check_shapes": "read",
     "complete_checkpoints": "retention",
     "configured_storage": "locate",
     "convert": "conversion",
     "describe_model": "import_sources",
-    "describe_seconds": "interval",
     "explain": "read",
     "explain_unfinished": "listing",
-    "failure_rate": "interval",
     "find_folder": "places",
     "find_storage": "places",
     "latest_checkpoint": "retention",

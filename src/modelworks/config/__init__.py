@@ -68,6 +68,16 @@ if TYPE_CHECKING:
         TokenizerTraining as TokenizerTraining,
         TrainConfig as TrainConfig,
     )
+    from modelworks.config.save_interval import (
+        PUBLISHED_DEVICE_HOURS as PUBLISHED_DEVICE_HOURS,
+        FailureRate as FailureRate,
+        Interval as Interval,
+        assumed_seconds as assumed_seconds,
+        best_interval as best_interval,
+        describe_seconds as describe_seconds,
+        expected_slowdown as expected_slowdown,
+        failure_rate as failure_rate,
+    )
     from modelworks.config.validate import parse_model_config as parse_model_config
     # isort: on
 
@@ -101,6 +111,16 @@ _OFFERS = {
         "SourceConfig",
         "TokenizerTraining",
         "TrainConfig",
+    ],
+    "save_interval": [
+        "PUBLISHED_DEVICE_HOURS",
+        "FailureRate",
+        "Interval",
+        "assumed_seconds",
+        "best_interval",
+        "describe_seconds",
+        "expected_slowdown",
+        "failure_rate",
     ],
     "validate": ["parse_model_config"],
 }

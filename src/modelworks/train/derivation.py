@@ -12,8 +12,18 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from modelworks.checkpoint import Interval, assumed_seconds, best_interval, describe_seconds, failure_rate
-from modelworks.config import Duration, RunConfig, UserError, count_parameters, format_bytes
+from modelworks.config import (
+    Duration,
+    Interval,
+    RunConfig,
+    UserError,
+    assumed_seconds,
+    best_interval,
+    count_parameters,
+    describe_seconds,
+    failure_rate,
+    format_bytes,
+)
 from modelworks.hardware import Machine, choose_device, choose_precision
 from modelworks.layout import Layout
 from modelworks.optim import Schedule, build_schedule

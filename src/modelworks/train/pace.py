@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from modelworks.checkpoint import FailureRate, Interval, best_interval
+from modelworks.config import FailureRate, Interval, best_interval
 from modelworks.parallel import Mesh
 
 _CLOSE = 8  # steps before the expected one, from where on the ranks meet at that step itself

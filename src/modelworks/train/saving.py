@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from modelworks.checkpoint import Outcome, Retention, Saver, Storage, describe_seconds, failure_rate
+from modelworks.checkpoint import Outcome, Retention, Saver, Storage
+from modelworks.config import describe_seconds, failure_rate
 from modelworks.data import Dataset
 from modelworks.train.derivation import Decision, Derived
 from modelworks.train.loop import StepDone

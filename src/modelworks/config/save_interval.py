@@ -20,6 +20,7 @@ from dataclasses import dataclass
 # Unexpected interruptions of a large job, as published: 419 in 54 days on 16,384 GPUs (The Llama 3 Herd of Models,
 # Llama team, 2024, arXiv:2407.21783, section 3.3.4). A single device is then interrupted every 5.8 years.
 _PUBLISHED_DEVICES, _PUBLISHED_DAYS, _PUBLISHED_FAILURES = 16_384, 54, 419
+PUBLISHED_DEVICE_HOURS = _PUBLISHED_DEVICES * _PUBLISHED_DAYS * 24 / _PUBLISHED_FAILURES  # between two of them
 
 # Whatever the formula says, nobody loses more than half an hour: failures of a machine at home have no statistics.
 LONGEST = 1800.0
@@ -48,7 +49,7 @@ def failure_rate(n_devices: int, hours: float | None = None) -> FailureRate:
     """Mean time between failures of a job on so many devices. hours: as configured; None: from published figures."""
     if hours is not None:
         return FailureRate(hours * 3600.0, f"one failure in {describe_seconds(hours * 3600.0)} (as configured)")
-    seconds = _PUBLISHED_DEVICES * _PUBLISHED_DAYS * 86_400.0 / _PUBLISHED_FAILURES / n_devices
+    seconds = PUBLISHED_DEVICE_HOURS * 3600.0 / n_devices
     devices = "1 device" if n_devices == 1 else f"{n_devices:,} devices"
     published = f"{_PUBLISHED_FAILURES} in {_PUBLISHED_DAYS} days on {_PUBLISHED_DEVICES:,} GPUs, arXiv:2407.21783"
     return FailureRate(seconds, f"one failure in {describe_seconds(seconds)} assumed for {devices} ({published})")

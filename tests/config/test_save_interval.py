@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelworks.checkpoint.interval import (
+from modelworks.config.save_interval import (
     LONGEST,
     FailureRate,
     assumed_seconds,
