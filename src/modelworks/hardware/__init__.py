@@ -25,13 +25,21 @@ from modelworks.hardware.choose import (
 )
 from modelworks.hardware.machine import Accelerator, MachineFacts, compiler, facts
 from modelworks.hardware.rates import Both, Costs, Rates, non_negative_fit
-from modelworks.hardware.this_machine import calibrated_device, calibration_file, device, this_machine, write_device
+from modelworks.hardware.this_machine import (
+    THIS_MACHINE,
+    calibrated_device,
+    calibration_file,
+    device,
+    this_machine,
+    write_device,
+)
 from modelworks.lazy_names import lazily
 
 if TYPE_CHECKING:
     from modelworks.hardware.measure import Machine, fingerprint, gemm_rate, measure_machine
 
 __all__ = [
+    "THIS_MACHINE",
     "Accelerator",
     "AttentionKernel",
     "Both",

@@ -6,6 +6,7 @@ same cores: right to a factor of two or so, and said to be. No torch here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -15,9 +16,9 @@ from modelworks.hardware.catalogue import Device, MeasuredOn, catalogue, read_ca
 from modelworks.hardware.machine import MachineFacts, facts
 from modelworks.hardware.rates import Rates
 
-NAME = "this-machine"
+THIS_MACHINE = "this-machine"
 REFERENCE = "CPU"
-_ALSO_HERE = {NAME, "this machine", "this-cpu", "this cpu"}
+_ALSO_HERE = {THIS_MACHINE, "this machine", "this-cpu", "this cpu"}
 
 
 def device(name: str, path: Path | None = None) -> Device:
@@ -43,7 +44,7 @@ def this_machine() -> Device:
     Its ranks are processes that share its cores and its memory. Raises UserError for a user's file that is not valid.
     """
     found = facts()
-    saved = catalogue().devices.get(NAME)
+    saved = catalogue().devices.get(THIS_MACHINE)
     if saved is not None and _is_of(saved.measured_on, found):
         return saved
     return _assumed(found, stale=saved)
@@ -51,7 +52,7 @@ def this_machine() -> Device:
 
 def calibration_file() -> Path:
     """Where `modelworks plan --calibrate` writes, and this machine's rates are looked for."""
-    return user_directory() / f"{NAME}.yaml"
+    return user_directory() / f"{THIS_MACHINE}.yaml"
 
 
 def write_device(device: Device, path: Path) -> None:
@@ -68,15 +69,17 @@ def write_device(device: Device, path: Path) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def calibrated_device(found: MachineFacts, rates: list[Rates], measured_on: MeasuredOn | None) -> Device:
+def calibrated_device(
+    found: MachineFacts, rates: list[Rates], measured_on: MeasuredOn | None, *, peaks: Mapping[str, float] | None = None
+) -> Device:
     """The device that rates make of this machine. rates: smallest number of ranks first. measured_on: None where they
-    were not measured here."""
+    were not measured here. peaks: FLOP/s by dtype that utilisation is measured against; None: the best of the rates."""
     whole = rates[0]
     return Device(
-        name=NAME,
+        name=THIS_MACHINE,
         memory_gb=found.memory / 1e9,
         memory_bandwidth_tb_s=whole.memory_bandwidth_gb_s / 1e3,
-        dense_tflops={dtype: whole.best_product(dtype) / 1e12 for dtype in whole.products},
+        dense_tflops={dtype: (peaks[dtype] if peaks else whole.best_product(dtype)) / 1e12 for dtype in whole.products},
         measured=rates,
         measured_on=measured_on,
         source="" if measured_on is None else f"measured here with torch {measured_on.torch}, {measured_on.at}",
@@ -95,7 +98,7 @@ def _assumed(found: MachineFacts, stale: Device | None) -> Device:
         there = stale.measured_on
         note += f" (the calibration that is there is of {there.cpu} with {there.cores} cores)"
     if not reference.measured:
-        update = {"name": NAME, "also": [], "memory_gb": found.memory / 1e9, "note": note}
+        update = {"name": THIS_MACHINE, "also": [], "memory_gb": found.memory / 1e9, "note": note}
         return reference.model_copy(update=update)
     whole = reference.measured[0]
     counts = [ranks for ranks in (1, 2, 4, 8, 16, 32, 64, 128, 256) if ranks <= found.cores]
