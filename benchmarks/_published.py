@@ -213,6 +213,7 @@ def _shape(cells: Mapping[str, str]) -> Shape:
         biases=0.0 if gated else 9.0 * hidden,
         position_rows=0.0,
         dropout=0.0,
+        rotary=1.0 if gated else 0.0,
     )
     return shape.with_(**known)
 

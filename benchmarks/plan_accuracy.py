@@ -171,7 +171,7 @@ def _part(work: Work, mask: NDArray[np.bool_]) -> Work:
     names = ("shape", "split", "machine", "numerics", "software")
 
     def take(columns: Any) -> Any:
-        return type(columns)(**{key: value[mask] for key, value in vars(columns).items()})
+        return type(columns)(**{key: None if value is None else value[mask] for key, value in vars(columns).items()})
 
     return replace(work, **{name: take(getattr(work, name)) for name in names})
 

@@ -264,15 +264,16 @@ def _elementwise(work: Work) -> Passes:
     routed = split.tokens * shape.experts_per_token * (1.0 - shape.dense_share)
     heads = split.tokens * (shape.d_attention + shape.d_kv) / split.tp
     # two norms (read, write), two sums (read, read, write); activation; rotation; experts' rows copied in and out
-    elements = 10.0 * stream + shape.matrices * hidden + 2.0 * heads
+    elements = 10.0 * stream + shape.matrices * hidden + 2.0 * heads * shape.rotary
     elements = elements + routed * (shape.matrices * shape.d_expert / split.tp + 6.0 * shape.d_model)
-    moved = elements * numerics.compute * work.software.elementwise
+    moved = elements * numerics.compute
     # operands of narrow products are read, cast and written with their transposes
     inputs = 2.0 * split.tokens * shape.d_model + hidden + split.tokens * shape.d_attention / split.tp
     cast = np.where(numerics.linear < numerics.compute, inputs * (numerics.compute + 2.0 * numerics.linear), 0.0)
     cast = cast * constants.cast
     seconds = (moved + cast) / (work.machine.bandwidth * constants.memory)
-    return Passes(seconds, constants.elementwise_backward * seconds, 0.0)
+    gaps = constants.kernel_gaps
+    return Passes(seconds + gaps, constants.elementwise_backward * seconds + 2.0 * gaps, 0.0)
 
 
 def recomputed_seconds(work: Work, layer: LayerTime, exchanges: Column = 0.0) -> Column:

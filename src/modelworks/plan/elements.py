@@ -11,7 +11,7 @@ from modelworks.plan.columns import Column, Shape, Split
 
 
 def layer_elements(shape: Shape, split: Split) -> Column:
-    """Parameters of the mean layer on one rank, while gathered; keys and values are copied where ranks outnumber them."""
+    """Parameters of the mean layer on one rank, while gathered. Keys and values are copied if ranks outnumber them."""
     copies = np.maximum(split.tp * shape.head_dim / shape.d_kv, 1.0)
     attention = shape.d_model * (2.0 * shape.d_attention + 2.0 * shape.d_kv * copies) / split.tp
     feed_forward = shape.dense_share * shape.feed_forward_weights / split.tp

@@ -19,12 +19,13 @@ from modelworks.plan.columns import Column, Columns
 
 @dataclass(frozen=True)
 class Software(Columns):
-    """flash: 0 unfused attention, 1 flash attention, 2 the vendor's fused one. elementwise: bytes that the operations
-    between products move, relative to what `compute` counts; fitted for each kind of program, like the oldest's launch.
+    """flash: 0 unfused attention, 1 flash attention, 2 the vendor's fused one.
     overlap_tensor, overlap_data, overlap_gather, overlap_pipeline: of the transfers of each axis (gather: ZeRO-3's).
-    launch: seconds that the host needs to launch a layer's forward pass; twice that backward. scattered_sends: 1 where
-    tensor-parallel ranks each send their part of what goes to the next stage, sequence parallel or not. rings: the part
-    of a node's adapters that ZeRO-3's gathers use at once.
+    scattered_sends: 1 where tensor-parallel ranks each send their part of what goes to the next stage, sequence
+    parallel or not. serial_sends: 1 where a stage sends and receives one after the other, 0 where at once.
+    rings: the part of a node's adapters that ZeRO-3's gathers use at once.
+    blocking: 1 where the host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING).
+    fused_accumulation: 1 where products add to gradients that are there already, 0 where that is a pass of its own.
     buffers: bytes into which gradients are gathered for their reduction, and parameters for theirs.
     chunked_loss: 1 where logits are made for a chunk of the tokens at a time. eager: 1 where every operation saves what
     its own backward pass needs, 0 where kernels are fused. wide_gradients: 1 where gradients are summed over
@@ -32,12 +33,10 @@ class Software(Columns):
     """
 
     flash: Column
-    elementwise: Column
     overlap_tensor: Column
     overlap_data: Column
     overlap_gather: Column
     overlap_pipeline: Column
-    launch: Column = 0.0
     scattered_sends: Column = 0.0
     rings: Column = 1.0
     buffers: Column = 2.0 * 25 * 2**20
@@ -47,19 +46,18 @@ class Software(Columns):
     blocking: Column = 0.0
     fused_accumulation: Column = 0.0
     serial_sends: Column = 0.0
-    kernels: Column = 20.0
 
 
 # What our own trainer does: SDPA's flash kernel, buckets reduced while the backward pass runs, stages gathered ahead,
 # sends that the executor does not wait for; tensor-parallel exchanges are waited for.
-MODELWORKS = Software(1.0, 1.0, 0.0, 1.0, 1.0, 1.0, launch=5e-4, chunked_loss=1.0, eager=1.0, wide_gradients=1.0)
+MODELWORKS = Software(1.0, 0.0, 1.0, 1.0, 1.0, chunked_loss=1.0, eager=1.0, wide_gradients=1.0)
 # Megatron-LM of 2020 to 2022: gradients are reduced after the last backward, sends are waited for.
-MEGATRON_2021 = Software(0.0, 0.72, 0.0, 0.0, 1.0, 0.0, launch=6.6e-4, scattered_sends=1.0, kernels=20.0)
+MEGATRON_2021 = Software(0.0, 0.0, 0.0, 1.0, 0.0, scattered_sends=1.0)
 # The same model code under DeepSpeed's pipeline engine: buckets of 5e8 fp16 elements, two to reduce and one to gather.
 MEGATRON_DEEPSPEED = MEGATRON_2021.with_(buffers=3e9, serial_sends=1.0)
 # DeepSpeed's ZeRO-3 of 2021 gathers each parameter by itself, over one adapter.
 ZERO3_2021 = MEGATRON_2021.with_(rings=1.0 / 8.0)
 # FSDP under PyTorch 2: flash attention, eager operations, parameters prefetched.
-FSDP = Software(1.0, 1.0, 0.0, 1.0, 1.0, 0.0, launch=5e-4)
+FSDP = Software(1.0, 0.0, 1.0, 1.0, 0.0)
 # Megatron core with Transformer Engine, and JAX on GPUs: fused attention, everything that can be overlapped is.
-MEGATRON_CORE = Software(2.0, 1.91, 1.0, 1.0, 1.0, 1.0, launch=5e-4, fused_accumulation=1.0, kernels=20.0)
+MEGATRON_CORE = Software(2.0, 1.0, 1.0, 1.0, 1.0, fused_accumulation=1.0)

@@ -165,7 +165,7 @@ def _launch_seconds(work: Work, forward: Column, backward: Column) -> Passes:
     its own time. A backward pass has two kernels for each of a forward pass, and those that are run again.
     """
     software = work.software
-    ahead = software.launch
+    ahead = work.constants.launch
     passes = 2.0 + np.clip(work.split.recompute - 1.0, 0.0, 1.0)
     waited = ahead + work.constants.kernel_waits
     blocking = software.blocking > 0
