@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from modelworks.config import ModelConfig, RunConfig, UserError, training_flops_per_token
 from modelworks.layout import Layout, stages_of
 from modelworks.layout.pipeline import partition_layers, placed_stages, stage_costs, stage_layers
-from modelworks.layout.pipeline.partition import _least_maximum
+from modelworks.layout.pipeline.partition import equal_layers, least_maximum
 
 
 def model(n_layers: int, vocab_size: int = 64, d_model: int = 32) -> ModelConfig:
@@ -52,10 +53,44 @@ def test_no_partition_has_a_cheaper_costliest_stage(layers: list[int], stages: i
         for counts in itertools.product(range(len(layers) + 1), repeat=stages)
         if sum(counts) == len(layers) and all(counts[1:-1])
     ]
-    found = tuple(_least_maximum(layers, stages, last=head))
+    found = tuple(least_maximum(layers, stages, last=head) or [])
     assert found in allowed
     best = min((max(costs(counts)), sum(cost**2 for cost in costs(counts))) for counts in allowed)
     assert (max(costs(found)), sum(cost**2 for cost in costs(found))) == best
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 14), st.sampled_from([0.0, 0.4, 1.0, 2.5, 3.0, 20.0]))
+def test_equal_layers_are_placed_the_same_at_once(n_layers: int, stages: int, head: float) -> None:
+    if stages <= n_layers + 2:
+        assert equal_layers(n_layers, stages, last=head) == least_maximum([1.0] * n_layers, stages, last=head)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=6),
+    st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
+def test_no_stage_has_more_layers_than_it_may(layers: list[int], most: list[int], first: int, last: int) -> None:
+    def costs(counts: Sequence[int]) -> list[int]:
+        ends = list(itertools.accumulate(counts, initial=0))
+        sums = [sum(layers[begin:end]) for begin, end in itertools.pairwise(ends)]
+        return [sums[0] + first, *sums[1:-1], sums[-1] + last]
+
+    allowed = [
+        counts
+        for counts in itertools.product(*(range(limit + 1) for limit in most))
+        if sum(counts) == len(layers) and all(counts[1:-1])
+    ]
+    found = least_maximum(layers, len(most), first=first, last=last, most=most)
+    if not allowed:
+        assert found is None
+        return
+    assert found is not None
+    assert tuple(found) in allowed
+    assert max(costs(found)) == min(max(costs(counts)) for counts in allowed)
 
 
 def test_a_large_head_takes_layers_from_the_last_stage() -> None:

@@ -6,8 +6,8 @@ A schedule is built, validated, drawn and costed here, before it runs; `modelwor
 from modelworks.layout.pipeline.actions import Action, Kind, Program, stage_ranks
 from modelworks.layout.pipeline.draw import draw
 from modelworks.layout.pipeline.formulas import bubble_formula, peak_formula
-from modelworks.layout.pipeline.orders import SCHEDULES, placed_stages
-from modelworks.layout.pipeline.partition import partition_layers, stage_costs, stage_layers
+from modelworks.layout.pipeline.orders import SCHEDULES, compute_orders, placed_stages
+from modelworks.layout.pipeline.partition import least_maximum, partition_layers, stage_costs, stage_layers
 from modelworks.layout.pipeline.program import build_program, forward_program
 from modelworks.layout.pipeline.simulate import Costs, simulate
 from modelworks.layout.pipeline.timeline import Timed, Timeline, chrome_trace
@@ -24,8 +24,10 @@ __all__ = [
     "bubble_formula",
     "build_program",
     "chrome_trace",
+    "compute_orders",
     "draw",
     "forward_program",
+    "least_maximum",
     "partition_layers",
     "peak_formula",
     "placed_stages",

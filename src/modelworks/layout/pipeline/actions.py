@@ -15,7 +15,6 @@ are places along the pipeline axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 Kind = Literal[
@@ -79,17 +78,3 @@ def matching_receive(send: Action) -> Action:
     if send.kind == "send_forward":
         return Action("receive_forward", send.stage + 1, send.micro_batch)
     return Action("receive_backward", send.stage - 1, send.micro_batch)
-
-
-def needs(action: Action, n_stages: int, split: bool) -> Iterator[Action]:
-    """The compute actions whose results a compute action uses. split: whether its micro-batch's backward at the next
-    stage is in two."""
-    kind, stage, micro_batch = action
-    if kind == "forward" and stage > 0:
-        yield Action("forward", stage - 1, micro_batch)
-    elif kind in INPUT_GRADIENT:
-        yield Action("forward", stage, micro_batch)
-        if stage + 1 < n_stages:
-            yield Action("backward_input" if split else "backward", stage + 1, micro_batch)
-    elif kind == "backward_weight":
-        yield Action("backward_input", stage, micro_batch)

@@ -5,7 +5,8 @@ little as possible; among such partitions, the most even one (the least sum of s
 layer, and of the head for the last stage, which for a large vocabulary is worth several layers. Looking up embeddings
 costs no arithmetic. A first or last stage may hold no layer at all: only the embedding or the head.
 
-Exact, by dynamic programming over (stages, layers): n_stages * n_layers^2 / 2 steps.
+Exact: for layers that all cost the same, by trying how many the last stage has; for any other costs, and under the
+memory that each stage has, by dynamic programming over (stages, layers), which `modelworks.plan.partition` asks.
 Invariant: the stages' layers, one after the other, are 0, 1, …, n_layers - 1.
 """
 
@@ -13,6 +14,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from modelworks.config import ModelConfig, RunConfig, UserError, training_flops_per_token
 from modelworks.layout.layout import Layout
@@ -44,7 +48,7 @@ def partition_layers(model: ModelConfig, seq_len: int, stages: int) -> list[list
             "(embedding and head may stand alone)"
         )
     layers, head = layer_costs(model, seq_len)
-    return _consecutive(_least_maximum(layers, stages, last=head))
+    return _consecutive(equal_layers(len(layers), stages, last=head / layers[0]))
 
 
 def layer_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float]:
@@ -62,58 +66,69 @@ def stage_costs(model: ModelConfig, seq_len: int, stages: Sequence[Sequence[int]
     return costs
 
 
-def _least_maximum(layers: Sequence[float], stages: int, last: float) -> list[int]:
-    """Layers of each stage. `last`: what the last stage costs besides its layers. Inner stages get one at least."""
+def equal_layers(n_layers: int, stages: int, *, last: float = 0.0) -> list[int]:
+    """What `least_maximum` answers where all layers cost the same and `last` is counted in layers, at once: with j
+    layers on the last stage, the others share the rest evenly, fewer early. Needs stages <= n_layers + 2."""
     if stages == 1:
-        return [len(layers)]
-    ends = list(itertools.accumulate(layers, initial=0.0))
-
-    def cost(stage: int, begin: int, end: int) -> float:
-        return ends[end] - ends[begin] + (last if stage == stages - 1 else 0.0)
-
-    def least(stage: int) -> int:
-        return 0 if stage in (0, stages - 1) else 1
-
-    # smallest[s][e]: the least possible maximum over stages 0..s when they hold the first e layers
-    infinite = float("inf")
-    smallest = [[cost(0, 0, end) for end in range(len(ends))]]
-    for stage in range(1, stages):
-        before = smallest[-1]
-        smallest.append(
-            [
-                min(
-                    (max(before[begin], cost(stage, begin, end)) for begin in range(end - least(stage) + 1)),
-                    default=infinite,
-                )
-                for end in range(len(ends))
-            ]
-        )
-    bound = smallest[-1][-1] * (1 + 1e-12)  # sums that differ by rounding are the same
-    # squares[e]: the least sum of squares within that bound, with the counts that give it; fewer layers early, where
-    # most micro-batches are held, among equals
-    best: list[tuple[float, list[int]] | None] = [
-        (cost(0, 0, end) ** 2, [end]) if cost(0, 0, end) <= bound else None for end in range(len(ends))
-    ]
-    for stage in range(1, stages):
-        following: list[tuple[float, list[int]] | None] = []
-        for end in range(len(ends)):
-            choices = [
-                (known[0] + cost(stage, begin, end) ** 2, [*known[1], end - begin])
-                for begin in range(end - least(stage) + 1)
-                if (known := best[begin]) is not None and cost(stage, begin, end) <= bound
-            ]
-            following.append(_least_square(choices))
-        best = following
-    found = best[-1]
-    assert found is not None
-    return found[1]
+        return [n_layers]
+    others = stages - 1
+    choices: list[tuple[float, float, list[int]]] = []
+    for ending in range(n_layers - max(0, others - 1) + 1):  # inner stages need one each
+        share, rest = divmod(n_layers - ending, others)
+        counts = [share] * (others - rest) + [share + 1] * rest
+        squares = (others - rest) * share**2 + rest * (share + 1) ** 2 + (ending + last) ** 2
+        choices.append((max(counts[-1], ending + last), squares, [*counts, ending]))
+    rounding = 1 + 1e-12  # sums that differ by that are the same
+    cheapest = min(choices)[0] * rounding
+    evenest = min(squares for cost, squares, _ in choices if cost <= cheapest) * rounding
+    return min(counts for cost, squares, counts in choices if cost <= cheapest and squares <= evenest)
 
 
-def _least_square(choices: Sequence[tuple[float, list[int]]]) -> tuple[float, list[int]] | None:
-    if not choices:
+def least_maximum(
+    layers: Sequence[float],
+    stages: int,
+    *,
+    first: float = 0.0,
+    last: float = 0.0,
+    most: Sequence[int] | None = None,
+) -> list[int] | None:
+    """Layers of each stage. first, last: what the first and the last stage cost besides their layers. most: layers that
+    each stage may hold at most; None comes back where those cannot hold all. Inner stages get one at least."""
+    if stages == 1:
+        return [len(layers)] if most is None or most[0] >= len(layers) else None
+    ends = np.cumsum([0.0, *layers])
+    count = np.arange(len(ends))
+    held = count[None, :] - count[:, None]  # layers of a stage that begins at the row and ends at the column
+
+    def costs(stage: int) -> NDArray[np.float64]:
+        """Of the stage, from row to column; infinite where it may not have those layers."""
+        cost = ends[None, :] - ends[:, None] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        least = 0 if stage in (0, stages - 1) else 1
+        allowed = (held >= least) & (held <= (len(layers) if most is None else most[stage]))
+        return np.where(allowed, cost, np.inf)
+
+    inner = costs(1) if stages > 2 and most is None else None  # the same for all of them
+    every = [costs(stage) if inner is None or stage in (0, stages - 1) else inner for stage in range(stages)]
+    # smallest[e]: the least possible maximum over the stages so far when they hold the first e layers
+    smallest = every[0][0]
+    for cost in every[1:]:
+        smallest = np.maximum(smallest[:, None], cost).min(axis=0)
+    bound = smallest[-1] * (1 + 1e-12)  # sums that differ by rounding are the same
+    if not np.isfinite(bound):
         return None
-    smallest = min(square for square, _ in choices)
-    return min((choice for choice in choices if choice[0] <= smallest * (1 + 1e-12)), key=lambda choice: choice[1])
+    # squares[s][b]: the least sum of squares within that bound of stages s and on when they begin at layer b
+    squares = [np.where(count == len(layers), 0.0, np.inf)]
+    for cost in reversed(every):
+        squares.append((np.where(cost <= bound, cost**2, np.inf) + squares[-1][None, :]).min(axis=1))
+    squares.reverse()
+    counts, begin = [], 0
+    for stage, cost in enumerate(every):
+        sums = np.where(cost[begin] <= bound, cost[begin] ** 2, np.inf) + squares[stage + 1]
+        # fewer layers early, where most micro-batches are held, among equals
+        end = int(np.flatnonzero(sums <= squares[stage][begin] * (1 + 1e-12))[0])
+        counts.append(end - begin)
+        begin = end
+    return counts
 
 
 def _consecutive(counts: Sequence[int]) -> list[list[int]]:

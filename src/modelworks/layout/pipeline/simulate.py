@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modelworks.layout.pipeline.actions import COMPUTE, Action, Program, needs, stage_ranks
+from modelworks.layout.pipeline.actions import INPUT_GRADIENT, Action, Program, stage_ranks
 from modelworks.layout.pipeline.timeline import Timed, Timeline
 
 
@@ -57,42 +57,64 @@ class Costs:
 def simulate(program: Program, costs: Costs) -> Timeline:
     """When each action of each rank runs. Raises ValueError where the ranks would wait for each other for ever."""
     ranks = stage_ranks(program)
-    split = {action[1:] for actions in program for action in actions if action.kind == "backward_input"}
-    ends: dict[Action, float] = {}
+    made = _Made(ranks, costs.send)
     timed: list[list[Timed]] = [[] for _ in program]
+    clocks = [0.0] * len(program)
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(program):
-            done = timed[rank]
+            done, clock = timed[rank], clocks[rank]
             while len(done) < len(actions):
                 action = actions[len(done)]
-                start = _start(action, rank, ranks, split, ends, costs.send)
-                if start is None:
+                arrived = made.needed(action)
+                if arrived is None:
                     break
-                start = max(start, done[-1].end) if done else start
-                done.append(Timed(action, start, start + costs.of(action)))
-                ends[action] = done[-1].end
+                start = arrived if arrived > clock else clock
+                clock = start + costs.of(action)
+                done.append(Timed(action, start, clock))
+                made.add(action, clock)
                 moved = True
+            clocks[rank] = clock
     if stuck := [actions[len(done)] for actions, done in zip(program, timed, strict=True) if len(done) < len(actions)]:
         raise ValueError(f"the schedule never ends: ranks wait at {'; '.join(map(str, stuck))}")
     return Timeline(tuple(map(tuple, timed)))
 
 
-def _start(
-    action: Action,
-    rank: int,
-    ranks: dict[int, int],
-    split: set[tuple[int, int]],
-    ends: dict[Action, float],
-    send: float,
-) -> float | None:
-    """When what an action needs has arrived; None while that is not known."""
-    start = 0.0
-    if action.kind not in COMPUTE:
-        return start
-    for need in needs(action, len(ranks), (action.stage + 1, action.micro_batch) in split):
-        if need not in ends:
-            return None
-        start = max(start, ends[need] + (send if ranks[need.stage] != rank else 0.0))
-    return start
+class _Made:
+    """When results were computed, by (stage, micro-batch), and when they arrive where they are needed.
+
+    A forward needs the forward of the stage before; a gradient of inputs the stage's own forward and the gradient of
+    the stage after; a gradient of weights that of the inputs.
+    """
+
+    def __init__(self, ranks: dict[int, int], send: float) -> None:
+        self._last = len(ranks) - 1
+        self._forward: dict[tuple[int, int], float] = {}
+        self._gradient: dict[tuple[int, int], float] = {}  # of a stage's inputs, by a whole backward or its first half
+        # what a stage waits for after its neighbour has computed: nothing on the same rank
+        self._from_before = {stage: send * (ranks.get(stage - 1, rank) != rank) for stage, rank in ranks.items()}
+        self._from_after = {stage: send * (ranks.get(stage + 1, rank) != rank) for stage, rank in ranks.items()}
+
+    def add(self, action: Action, end: float) -> None:
+        kind, stage, micro_batch = action
+        if kind == "forward":
+            self._forward[stage, micro_batch] = end
+        elif kind in INPUT_GRADIENT:
+            self._gradient[stage, micro_batch] = end
+
+    def needed(self, action: Action) -> float | None:
+        """When what an action needs has arrived; None while that is not known."""
+        kind, stage, micro_batch = action
+        if kind == "forward":
+            if stage == 0:
+                return 0.0
+            end = self._forward.get((stage - 1, micro_batch))
+            return None if end is None else end + self._from_before[stage]
+        if kind in INPUT_GRADIENT:
+            own = self._forward.get((stage, micro_batch))
+            if own is None or stage == self._last:
+                return own
+            after = self._gradient.get((stage + 1, micro_batch))
+            return None if after is None else max(own, after + self._from_after[stage])
+        return self._gradient.get((stage, micro_batch)) if kind == "backward_weight" else 0.0
