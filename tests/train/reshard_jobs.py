@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from split_jobs import MACHINE
 
-from modelworks.checkpoint import Saver, open_checkpoint, open_storage
+from modelworks.checkpoint import Checkpoint, Saver, open_checkpoint, open_storage
 from modelworks.config import RunConfig, parse_run_config
 from modelworks.parallel import Mesh
 from modelworks.train import PRECISIONS, Precision, data_rows, derive
@@ -62,13 +63,20 @@ def segment(
     return {"losses": losses, "loaded": loaded, "trained": _save(mesh, state, config, place / "trained")}
 
 
-def restored_alike(mesh: Mesh, overrides: list[str], source: str) -> str:
-    """What all ranks are told where a checkpoint is damaged in bytes that only some of them read."""
+def restored_alike(mesh: Mesh, overrides: list[str], source: str, lacks: str = "") -> str:
+    """What all ranks are told where a checkpoint is damaged in bytes that only some of them read, or lacks state that
+    only some of them need."""
     derived = derive(read(*overrides), MACHINE)
     reader = CarefulReader(open_checkpoint(Path(source)))
     state = build_state(derived, mesh, reader)
+    shapes = Checkpoint.shapes
+
+    def without(checkpoint: Checkpoint, section: str) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in shapes(checkpoint, section).items() if name != lacks}
+
     try:
-        state.restore(reader)
+        with patch.object(Checkpoint, "shapes", without):
+            state.restore(reader)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -180,3 +180,14 @@ def test_damage_that_one_rank_finds_is_told_to_all(
     assert told[0].startswith("CorruptedCheckpoint: ")
     assert file.name in told[0]
     assert "blocks.5.feed_forward.down.weight" in told[0]
+
+
+def test_state_that_only_one_stage_misses_is_told_to_all(runs: Runs, workers: WorkerPool) -> None:
+    saved = runs(LAYOUTS["dp2"], [], None, 0)["trained"]
+    overrides = [f"parallel.{one}" for one in LAYOUTS["tp2-pp2-dp2"]]
+    degrees = Layout.of(reshard_jobs.read(*overrides).parallel)
+    lacks = "blocks.5.attention.q.weight/exp_avg"
+    told = workers.run(reshard_jobs.restored_alike, degrees, overrides, saved, lacks, n_kv_heads=2)
+    assert len(set(told)) == 1
+    assert "its training state cannot be used here: optimiser state is missing" in told[0]
+    assert lacks in told[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +40,10 @@ from modelworks.hardware import Machine, facts
 machine = Machine(facts(), "cpu", "", 1, {"fp32": 1e11, "bf16": 1e11, "fp16": 1e9}, 1e10, "", 0.0)
 job.train(load_run_config(sys.argv[1]), Path(sys.argv[2]), machine=machine)
 """
+
+
+FP16 = ["train.duration=1 steps", "train.precision=fp16"]
+ABSENT = object()
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], Any]) -> None:
@@ -233,23 +239,35 @@ def test_another_best_metric_is_not_compared_with_the_old(tiny_config: Any, tiny
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "words"),
     [
-        {"updates": "many"},
-        {"updates": None},
-        {"updates": -5},
-        {"updates": 0.5},
-        {"updates": 2},
-        {"best": 3},
-        {"loss_scaler": {}},
+        ({"updates": "many"}, "`state.updates` is 'many', expected a whole number from 0 to its 1 steps"),
+        ({"updates": -5}, "`state.updates` is -5"),
+        ({"updates": 0.5}, "`state.updates` is 0.5"),
+        ({"updates": 2}, "`state.updates` is 2"),
+        ({"updates": ABSENT}, "`state.updates` is missing from its manifest"),
+        ({"best": 3}, "`state.best` is 3, expected null or"),
+        ({"best": {"value": math.nan, "step": 1}}, "`state.best` is"),
+        ({"best": {"value": 1.5}}, "`state.best.step` is None"),
+        ({"loss_scaler": {}}, "`state.loss_scaler` is {}, expected"),
     ],
 )
 def test_a_training_state_that_makes_no_sense_is_one_line(
-    change: dict[str, Any], tiny_config: Any, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_config("train.duration=1 steps", "train.precision=fp16")
-    train(config, tmp_path / "run", machine=tiny_machine)
+    change: dict[str, Any], words: str, fp16_run: Path, tiny_config: Any, tiny_machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     real = Checkpoint.state.func  # type: ignore[attr-defined]
-    monkeypatch.setattr(Checkpoint, "state", property(lambda checkpoint: {**real(checkpoint), **change}))
-    with pytest.raises(UserError, match="its training state cannot be used here"):
-        train(config, tmp_path / "run", resume=True, machine=tiny_machine)
+
+    def changed(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {key: value for key, value in {**real(checkpoint), **change}.items() if value is not ABSENT}
+
+    monkeypatch.setattr(Checkpoint, "state", property(changed))
+    with pytest.raises(UserError, match=f"its training state cannot be used here: {re.escape(words)}"):
+        train(tiny_config(*FP16), fp16_run, resume=True, machine=tiny_machine)
+
+
+@pytest.fixture(scope="module")
+def fp16_run(tiny_config: Any, tiny_machine: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "fp16"
+    train(tiny_config(*FP16), run_dir, machine=tiny_machine)
+    return run_dir

@@ -210,6 +210,15 @@ def lose(folder: Path) -> str:
     return file.name
 
 
+def flip_tokenizer(folder: Path) -> str:
+    """What resuming has no need of itself."""
+    file = folder / "tokenizer" / "tokenizer.json"
+    text = bytearray(file.read_bytes())
+    text[len(text) // 2] ^= 1
+    file.write_bytes(text)
+    return file.name
+
+
 def swap(folder: Path) -> str:
     """The same file of an older checkpoint: of the right size, with the right tensors, and not the right bytes."""
     file = next(folder.glob("*.safetensors"))
@@ -226,7 +235,7 @@ def interrupted(tiny_config: Any, tiny_machine: Any, tmp_path_factory: pytest.Te
     return run_dir
 
 
-@pytest.mark.parametrize("damage", [flip, truncate, lose, swap])
+@pytest.mark.parametrize("damage", [flip, truncate, lose, flip_tokenizer, swap])
 def test_a_damaged_checkpoint_gives_way_to_the_next_older_one(
     damage: Callable[[Path], str], interrupted: Path, tiny_config: Any, tiny_machine: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

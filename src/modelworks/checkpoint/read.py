@@ -174,9 +174,11 @@ class Checkpoint:
         checked = 0
         for entry, cell in pieces[first:last]:
             checked += self._shards.check(entry, Cell(cell, cell_box(entry.cuts, cell)))
-        if index == 0:
-            checked += sum(len(self._checked(file)) for file in self._other_files())
-        return checked
+        return checked + (self.check_files() if index == 0 else 0)
+
+    def check_files(self) -> int:
+        """Read what is no shard, such as the tokeniser's files, and check it; returns the bytes checked."""
+        return sum(len(self._checked(file)) for file in self._other_files())
 
     def _other_files(self, prefix: str = "") -> Iterator[FileEntry]:
         return (file for file in self.manifest.files if file.checksum is not None and file.name.startswith(prefix))

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from modelworks.checkpoint import Identity, Owners, Shard, whole_shards
-from modelworks.config import RunConfig, UserError
+from modelworks.config import RunConfig
 from modelworks.data import Dataset
 from modelworks.models import routing_state
 from modelworks.optim import AdamW
@@ -26,6 +26,7 @@ from modelworks.parallel import SplitModel
 from modelworks.train.experts import set_expert_biases
 from modelworks.train.precision import LossScaler
 from modelworks.train.reading import CarefulReader
+from modelworks.train.saved_values import SavedValues
 
 
 @dataclass
@@ -69,25 +70,21 @@ class TrainState:
 
     def restore(self, reader: CarefulReader) -> None:
         """Become the state that a checkpoint holds, whose weights the model has already (`build_state`). All ranks call
-        it. Raises `UserError` where it is of another optimiser, `CorruptedCheckpoint` where its bytes have changed."""
-        checkpoint = reader.checkpoint
-        values = checkpoint.state
-        try:
-            updates = values.get("updates")
-            if type(updates) is not int or not 0 <= updates <= checkpoint.step:
-                raise ValueError(
-                    f"`updates` is {updates!r}, expected a whole number from 0 to its {checkpoint.step} steps"
-                )
-            self.optimizer.load_state(self._slices(reader), updates)
+        it. Raises `UserError` on all where it does not fit, `CorruptedCheckpoint` where bytes have changed."""
+        checkpoint, mesh = reader.checkpoint, self.model.mesh
+        with reader.noting("its training state"):
+            saved = SavedValues(checkpoint.state, checkpoint.step)
+            self.optimizer.load_state(self._slices(reader), saved.updates())
             if self.scaler:
-                self.scaler.load_state(values["loss_scaler"])
-            best = values["best"]
-            self.best = None if best is None else (float(best["value"]), int(best["step"]))
-            biases = {name: reader.whole("routing", name) for name in checkpoint.shapes("routing")}
-            set_expert_biases(self.model, biases)
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise UserError(f"{checkpoint.label}: its training state cannot be used here: {error}") from None
-        reader.settle(self.model.mesh)
+                saved.set_scale(self.scaler)
+            self.best = saved.best()
+            set_expert_biases(
+                self.model, {name: reader.whole("routing", name) for name in checkpoint.shapes("routing")}
+            )
+        if mesh.is_main:  # the other files are for readers of the model, and must be as sound as the rest
+            with reader.noting("its tokenizer"):
+                checkpoint.check_files()
+        reader.settle(mesh)
         self.model.gradients.after_update()  # master weights of another precision may have changed the shards
         self.step = checkpoint.step
         self.metrics = checkpoint.metrics
