@@ -6,24 +6,25 @@ columns = work_of(model, machine, ...)      one model, arrays of degrees: `step_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from modelworks.config import ModelConfig, ParallelConfig, UserError
 from modelworks.hardware import AttentionKernel, Device
-from modelworks.layout import Layout
+from modelworks.layout import V_SHAPED, Layout
 from modelworks.layout.pipeline import Costs, Timeline
 from modelworks.plan.columns import Shape, Split
 from modelworks.plan.compute import Work, model_flops
 from modelworks.plan.constants import CONSTANTS, Constants
 from modelworks.plan.machine import Machine, Numerics
-from modelworks.plan.memory import memory
 from modelworks.plan.optimizer_bytes import state_bytes
-from modelworks.plan.pipeline import simulated
+from modelworks.plan.pipeline import Pipelined, pipelined, simulated
+from modelworks.plan.rank_bytes import bytes_by_rank, ranks_of, stages_of_ranks, stored_by_rank
 from modelworks.plan.software import MODELWORKS, Software
 from modelworks.plan.step_time import StepTime, layer_costs, step_time
-from modelworks.plan.stored import Stored, stages, stored
+from modelworks.plan.stored import Stored, stages
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class Candidate:
 class Prediction:
     """Seconds and bytes. parts: of the step, by cause. bytes: of the fullest rank, by what they hold.
 
-    by_stage: stored bytes of each rank along the pipeline. bubble: part of the step in which the mean rank waits in
-    the pipeline. model_flops: of the whole step, causal attention, nothing recomputed. mfu: those over the datasheet's
-    peak of the products' dtype. reasons: sentences.
+    by_stage: stored bytes of each rank along the pipeline; bytes_by_stage: all that it holds, like `bytes`. bubble: part
+    of the step in which the mean rank waits in the pipeline. model_flops: of the whole step, causal attention, nothing
+    recomputed. mfu: those over the datasheet's peak of the products' dtype. reasons: sentences.
     """
 
     step_seconds: float
@@ -64,6 +65,7 @@ class Prediction:
     bytes: dict[str, float]
     memory_limit: float
     by_stage: list[Stored]
+    bytes_by_stage: list[dict[str, float]]
     bubble: float
     timeline: Timeline | None
     tokens_per_second: float
@@ -100,8 +102,14 @@ def work_of(
     return Work(Shape.of(model), split, machine, numerics, software, constants)
 
 
-def evaluate(candidate: Candidate, constants: Constants = CONSTANTS) -> Prediction:
-    """The full prediction. Raises UserError where the batch does not divide, or stages outnumber layers."""
+def evaluate(
+    candidate: Candidate, constants: Constants = CONSTANTS, *, headroom: float = 0.0, timeline: bool = True
+) -> Prediction:
+    """The full prediction. headroom: the part of the memory that must stay free. timeline: whether the whole simulated
+    step is to be kept, or only what it comes to.
+
+    Raises UserError where the batch does not divide, or stages outnumber layers.
+    """
     model, parallel = candidate.model, candidate.parallel
     split = Split.of(
         parallel,
@@ -120,36 +128,33 @@ def evaluate(candidate: Candidate, constants: Constants = CONSTANTS) -> Predicti
         constants=constants,
         optimizer=candidate.optimizer,
     )
-    times = step_time(work)
-    parts = {field.name: float(getattr(times, field.name)) for field in fields(StepTime)}
     placed = stages(model, parallel, candidate.seq_len)
-    timeline = None
+    ranks = ranks_of(parallel, placed)
+    times = step_time(work, stages_of_ranks(ranks))
+    parts = {field.name: float(getattr(times, field.name)) for field in fields(StepTime)}
+    pipeline = None
     if parallel.pp > 1:
-        timeline = _timeline(candidate, work, placed)
+        pipeline = _Pipeline.of(candidate, work, placed)
         # what the closed form of the pipeline said, replaced by what the schedule does
         formula = sum(parts.values()) - parts["sends"] - parts["data"] - parts["optimizer"] - parts["overhead"]
-        parts["idle"] += timeline.makespan - formula
+        parts["idle"] += pipeline.outcome.makespan - formula
     total = sum(parts.values())
-    held = memory(work)
-    micro_batches = int(split.n_micro_batches)
-    by_stage = [
-        stored(
-            model,
-            parallel,
-            rank,
-            numerics=work.numerics,
-            seq_len=candidate.seq_len,
-            micro_batches=micro_batches,
-            placed=placed,
-        )
-        for rank in Layout.of(parallel).ranks(0, "pp")
-    ]
-    size = {field.name: float(getattr(held, field.name)) for field in fields(held)}
-    fullest = max(by_stage, key=lambda each: each.total)
-    size |= {"parameters": fullest.parameters, "gradients": fullest.gradients, "optimizer": fullest.optimizer}
+    by_stage = stored_by_rank(
+        model,
+        parallel,
+        ranks,
+        placed=placed,
+        numerics=Numerics.of(candidate.precision),
+        seq_len=candidate.seq_len,
+        micro_batches=int(split.n_micro_batches),
+        optimizer=candidate.optimizer,
+    )
+    held = pipeline.outcome.held if pipeline else [float(model.n_layers)]
+    by_rank = bytes_by_rank(model, work, ranks, by_stage, held)
+    size = max(by_rank, key=lambda each: sum(each.values()))
     tokens = candidate.global_batch * candidate.seq_len
     causal, full = (float(flops) * tokens for flops in model_flops(work))
-    needed, limit = sum(size.values()), float(work.machine.memory)
+    needed, limit = sum(size.values()), float(work.machine.memory) * (1.0 - headroom)
     return Prediction(
         step_seconds=total,
         parts=parts,
@@ -157,8 +162,9 @@ def evaluate(candidate: Candidate, constants: Constants = CONSTANTS) -> Predicti
         bytes=size,
         memory_limit=limit,
         by_stage=by_stage,
-        bubble=timeline.bubble_fraction if timeline else 0.0,
-        timeline=timeline,
+        bytes_by_stage=by_rank,
+        bubble=pipeline.outcome.bubble if pipeline else 0.0,
+        timeline=pipeline.timeline() if pipeline and timeline else None,
         tokens_per_second=tokens / total,
         model_flops=causal,
         model_flops_full_attention=full,
@@ -167,20 +173,42 @@ def evaluate(candidate: Candidate, constants: Constants = CONSTANTS) -> Predicti
     )
 
 
-def _timeline(candidate: Candidate, work: Work, placed: list[list[int]]) -> Timeline:
-    """The pipeline, stage by stage with the layers that each holds, on the trainer's schedule."""
-    parallel = candidate.parallel
+@dataclass(frozen=True)
+class _Pipeline:
+    """The pipeline on the trainer's schedule: what `simulated` and `pipelined` take."""
+
+    schedule: str
+    costs: Costs
+    layers: tuple[int, ...]
+    pp: int
+    n_micro_batches: int
+    virtual: int
+
+    @classmethod
+    def of(cls, candidate: Candidate, work: Work, placed: list[list[int]]) -> _Pipeline:
+        parallel = candidate.parallel
+        costs = stage_costs(work, [len(layers) for layers in placed])
+        virtual = 1 if parallel.pp_schedule in V_SHAPED else parallel.pp_virtual
+        layers = tuple(map(len, placed))
+        return cls(parallel.pp_schedule, costs, layers, parallel.pp, int(work.split.n_micro_batches), virtual)
+
+    @property
+    def outcome(self) -> Pipelined:
+        return pipelined(self.schedule, self.costs, self.layers, self.pp, self.n_micro_batches, self.virtual)
+
+    def timeline(self) -> Timeline:
+        return simulated(self.schedule, self.costs, self.pp, self.n_micro_batches, self.virtual)
+
+
+def stage_costs(work: Work, counts: Sequence[int]) -> Costs:
+    """Seconds for one micro-batch of each stage, which holds so many layers; the last also the head."""
     layer, head, send = layer_costs(work)
-    counts = [len(layers) for layers in placed]
-    last = [float(stage == len(placed) - 1) for stage in range(len(placed))]
+    last = [float(stage == len(counts) - 1) for stage in range(len(counts))]
     forward, backward_input, backward_weight = (
-        [count * float(each) + at_end * float(end) for count, at_end in zip(counts, last, strict=True)]
+        tuple(count * float(each) + at_end * float(end) for count, at_end in zip(counts, last, strict=True))
         for each, end in zip(layer, head, strict=True)
     )
-    costs = Costs(forward, backward_input, backward_weight, send=float(send))
-    virtual = 1 if parallel.pp_schedule in ("zbv", "dualpipev") else parallel.pp_virtual
-    micro_batches = int(work.split.n_micro_batches)
-    return simulated(parallel.pp_schedule, costs, parallel.pp, micro_batches, virtual)
+    return Costs(forward, backward_input, backward_weight, send=float(send))
 
 
 def _check(candidate: Candidate, split: Split) -> None:

@@ -36,7 +36,7 @@ from modelworks.layout.loss_chunks import CHUNK_BYTES, LEAST_TOKENS
 from modelworks.plan.columns import Column
 from modelworks.plan.compute import Work
 from modelworks.plan.elements import layer_elements, layer_expert_elements
-from modelworks.plan.pipeline import in_flight, stage_counts
+from modelworks.plan.pipeline import Stages, in_flight, stage_counts
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,10 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def memory(work: Work) -> Memory:
-    """Of every row: the first or the last stage, whichever holds more."""
-    first, last = _stage(work, last=False), _stage(work, last=True)
+def memory(work: Work, stages: Stages | None = None) -> Memory:
+    """Of every row: the first or the last stage, whichever holds more. stages: layers of the ranks, where they are
+    known; else balanced ones."""
+    first, last = _stage(work, stages, last=False), _stage(work, stages, last=True)
     more = last.total > first.total
     return Memory(
         **{
@@ -186,10 +187,10 @@ def stored_bytes(work: Work, layers: Column, ends: Column) -> tuple[Column, Colu
     return parameters, gradients * trained, state * trained
 
 
-def _stage(work: Work, *, last: bool) -> Memory:
+def _stage(work: Work, stages: Stages | None, *, last: bool) -> Memory:
     shape, split = work.shape, work.split
     head = shape.vocab_size * shape.d_model / (layer_elements(shape, split) * split.tp)  # in layers, by their products
-    stages = stage_counts(shape, split, head)
+    stages = stages or stage_counts(shape, split, head)
     single = split.pp <= 1.0
     ends = np.where(single, 2.0 - shape.tied, 1.0)
     has_loss = 1.0 if last else np.where(single, 1.0, 0.0)

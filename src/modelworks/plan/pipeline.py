@@ -13,11 +13,13 @@ zero-bubble ones what is left of f + b + w when weight gradients fill the bubble
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from modelworks.layout.pipeline import Costs, Timeline, build_program, simulate
+from modelworks.layout.pipeline import FULL_GRADIENT, Action, Costs, Program, Timeline, compute_orders, simulate
 from modelworks.plan.columns import SCHEDULES, Column, Shape, Split
 
 _ZERO_BUBBLE = tuple(SCHEDULES.index(name) for name in ("zb-h1", "interleaved-zb"))
@@ -82,15 +84,54 @@ def makespan(
 
 
 def simulated(schedule: str, costs: Costs, pp: int, n_micro_batches: int, virtual: int = 1) -> Timeline:
-    """What happens when, from the schedule that the trainer runs. costs: seconds by stage."""
-    return simulate(build_program(schedule, pp, n_micro_batches, virtual), costs)
+    """What happens when, from the schedule that the trainer runs. costs: seconds by stage. Only computations are in it:
+    what is sent takes `costs.send` to arrive, and no time of the ranks."""
+    return simulate(_computations(schedule, pp, n_micro_batches, virtual), costs)
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """What a simulated step comes to. held: by rank, layers times micro-batches whose activations it keeps at once."""
+
+    makespan: float
+    bubble: float
+    held: tuple[float, ...]
+
+
+@lru_cache(maxsize=1024)
+def pipelined(
+    schedule: str, costs: Costs, layers: tuple[int, ...], pp: int, n_micro_batches: int, virtual: int = 1
+) -> Pipelined:
+    """The same in few numbers, remembered: layouts that differ in data parallelism only have the same pipeline.
+
+    costs: of tuples. layers: of each stage.
+    """
+    timeline = simulated(schedule, costs, pp, n_micro_batches, virtual)
+    held = tuple(_most_held([timed.action for timed in rank], layers) for rank in timeline.ranks)
+    return Pipelined(timeline.makespan, timeline.bubble_fraction, held)
+
+
+def _most_held(actions: Sequence[Action], layers: tuple[int, ...]) -> float:
+    now = most = 0
+    for kind, stage, _ in actions:
+        if kind == "forward":
+            now += layers[stage]
+            most = max(most, now)
+        elif kind in FULL_GRADIENT:
+            now -= layers[stage]
+    return float(most)
+
+
+@lru_cache(maxsize=16)
+def _computations(schedule: str, pp: int, n_micro_batches: int, virtual: int) -> Program:
+    return tuple(map(tuple, compute_orders(schedule, pp, n_micro_batches, virtual)))
 
 
 def in_flight(split: Split, *, last: bool = False) -> Column:
     """Micro-batches that the first (or last) rank holds at once, in units of all its layers; `peak_formula`."""
     p, v, m = split.pp, split.virtual, split.n_micro_batches
     rank = p - 1.0 if last else 0.0 * p
-    first_round = np.minimum(p, m)
+    first_round = np.ceil(m / np.maximum(1.0, np.floor(m / p)))
     by_schedule = {
         "gpipe": m,
         "1f1b": p - rank,

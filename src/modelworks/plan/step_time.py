@@ -17,7 +17,7 @@ from modelworks.plan.compute import LayerTime, Passes, Work, head_time, layer_ti
 from modelworks.plan.elements import rank_elements
 from modelworks.plan.exchanges import beside, layer_exchange, send_seconds, step_exchange
 from modelworks.plan.measured_step import measured_head, measured_layer, measured_parts, measured_send
-from modelworks.plan.pipeline import makespan, stage_counts
+from modelworks.plan.pipeline import Stages, makespan, stage_counts
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class _Layer:
         return Passes(forward, self.total - forward - computed.backward_weight, computed.backward_weight)
 
 
-def step_time(work: Work) -> StepTime:
-    """Of every row of the columns."""
+def step_time(work: Work, stages: Stages | None = None) -> StepTime:
+    """Of every row of the columns. stages: layers of the ranks, where they are known; else balanced ones."""
     if (measured := work.machine.measured) is not None:
         return StepTime(**measured_parts(work, measured))
     split, software, constants = work.split, work.software, work.constants
     layer, head, send = _layer(work), head_time(work), send_seconds(work)
-    stages = stage_counts(work.shape, split, head.total / layer.total)
+    stages = stages or stage_counts(work.shape, split, head.total / layer.total)
     passes, micro_batches = layer.passes, split.n_micro_batches
     # A stage between two others exchanges with both, the last with one: that much less it has to do.
     exposed = send * (1.0 - software.overlap_pipeline * constants.pipeline_overlap)

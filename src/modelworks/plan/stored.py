@@ -10,9 +10,10 @@ import itertools
 from dataclasses import dataclass
 
 from modelworks.config import ModelConfig, ParallelConfig
-from modelworks.layout import V_SHAPED, Layout, data_parallel_memory, plan_parameters, stages_of
+from modelworks.layout import V_SHAPED, Layout, ShardSpec, data_parallel_memory, plan_parameters, stages_of
 from modelworks.layout.pipeline import partition_layers
 from modelworks.plan.machine import Numerics
+from modelworks.plan.optimizer_bytes import FLOAT, optimizer_bytes
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,11 @@ def stored(
     seq_len: int,
     micro_batches: int,
     placed: list[list[int]] | None = None,
+    optimizer: str = "adamw",
 ) -> Stored:
     """What `rank` holds while nothing is gathered. Optimiser state that is offloaded lies elsewhere: 0 here.
 
+    numerics: with AdamW's state, whatever the optimiser: its two moments make way for what `optimizer` keeps.
     placed: what `stages` answers, where the caller has it: balancing a hundred stages takes a tenth of a second.
     """
     layout = Layout.of(parallel)
@@ -67,9 +70,19 @@ def stored(
         itemsize=itemsize,
         gathered_whole={"embedding.weight"} if both_ends else (),
     )
-    elements = sum(plan.stored.n_local for plan in plans.values())
-    state = 0 if parallel.offload != "none" else int(numerics.state) * elements
+    state = (
+        0 if parallel.offload != "none" else sum(_state(plan.stored, numerics, optimizer) for plan in plans.values())
+    )
     return Stored(data.parameters, max(data.accumulating, data.gradients), state)
+
+
+def _state(part: ShardSpec, numerics: Numerics, optimizer: str) -> int:
+    """Bytes of what updates one parameter: master weights, if there are any, and what the optimiser keeps."""
+    if optimizer == "adamw":
+        return int(numerics.state) * part.n_local
+    masters = int(numerics.state) - 2 * FLOAT
+    kept = optimizer_bytes(optimizer, part.shape, parameter=part.name, held=part.local_shape)
+    return masters * part.n_local + kept
 
 
 def held_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> list[int]:

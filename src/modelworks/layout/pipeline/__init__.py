@@ -3,7 +3,7 @@
 A schedule is built, validated, drawn and costed here, before it runs; `modelworks.parallel.pipeline` runs it.
 """
 
-from modelworks.layout.pipeline.actions import Action, Kind, Program, stage_ranks
+from modelworks.layout.pipeline.actions import FULL_GRADIENT, Action, Kind, Program, stage_ranks
 from modelworks.layout.pipeline.draw import draw
 from modelworks.layout.pipeline.formulas import bubble_formula, peak_formula
 from modelworks.layout.pipeline.orders import SCHEDULES, compute_orders, placed_stages
@@ -14,6 +14,7 @@ from modelworks.layout.pipeline.timeline import Timed, Timeline, chrome_trace
 from modelworks.layout.pipeline.validate import validate_program
 
 __all__ = [
+    "FULL_GRADIENT",
     "SCHEDULES",
     "Action",
     "Costs",

@@ -1,0 +1,101 @@
+"""Bytes of each rank along the pipeline, by what they hold.
+
+`memory` looks at the first and the last rank, in closed forms. Here each rank has the layers that the trainer gives it,
+what it stores to the byte, and the micro-batches that the simulated schedule has in flight there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from modelworks.config import ModelConfig, ParallelConfig
+from modelworks.layout import Layout, stages_of
+from modelworks.plan.compute import Work
+from modelworks.plan.machine import Numerics
+from modelworks.plan.memory import Memory, rank_memory
+from modelworks.plan.pipeline import Stages
+from modelworks.plan.stored import Stored, stored
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank along the pipeline has. layers: their numbers. ends: copies of the embedding, the head being one."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+    def ends(self, model: ModelConfig) -> float:
+        return float(self.first) + float(self.last) - (self.first and self.last and model.tie_embeddings)
+
+
+def ranks_of(parallel: ParallelConfig, placed: Sequence[Sequence[int]]) -> list[Rank]:
+    """Along the pipeline. placed: the layers of each stage."""
+    layout = Layout(pp=parallel.pp)
+    found = []
+    for rank in range(parallel.pp):
+        mine = stages_of(layout, parallel, rank) if parallel.pp > 1 else [0]
+        layers = tuple(layer for stage in mine for layer in placed[stage])
+        found.append(Rank(layers, 0 in mine, len(placed) - 1 in mine))
+    return found
+
+
+def stages_of_ranks(ranks: Sequence[Rank]) -> Stages:
+    """Their layers as the closed forms take them."""
+    counts = [len(rank.layers) for rank in ranks]
+    others = [count for count, rank in zip(counts, ranks, strict=True) if not rank.last]
+    last = next(count for count, rank in zip(counts, ranks, strict=True) if rank.last)
+    return Stages(float(max(others, default=last)), float(last), float(counts[0]))
+
+
+def stored_by_rank(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    ranks: Sequence[Rank],
+    *,
+    placed: list[list[int]],
+    numerics: Numerics,
+    seq_len: int,
+    micro_batches: int,
+    optimizer: str,
+) -> list[Stored]:
+    """Of each rank along the pipeline; ranks with the same kinds of layers hold the same and are counted once."""
+    known: dict[tuple[int, int, bool, bool], Stored] = {}
+    found = []
+    for rank, number in zip(ranks, Layout.of(parallel).ranks(0, "pp"), strict=True):
+        sparse = sum(map(model.has_experts, rank.layers))
+        kind = sparse, len(rank.layers) - sparse, rank.first, rank.last
+        if kind not in known:
+            known[kind] = stored(
+                model,
+                parallel,
+                number,
+                numerics=numerics,
+                seq_len=seq_len,
+                micro_batches=micro_batches,
+                placed=placed,
+                optimizer=optimizer,
+            )
+        found.append(known[kind])
+    return found
+
+
+def bytes_by_rank(
+    model: ModelConfig, work: Work, ranks: Sequence[Rank], stores: Sequence[Stored], held: Sequence[float]
+) -> list[dict[str, float]]:
+    """By the names of `Memory`. held: layers times micro-batches whose activations each rank keeps at once."""
+    layers = np.array([float(len(rank.layers)) for rank in ranks])
+    kept = np.array(held) / np.maximum(layers, 1.0)
+    ends = np.array([rank.ends(model) for rank in ranks])
+    has_loss = np.array([float(rank.last) for rank in ranks])
+    columns = rank_memory(work, layers=layers, held=kept, ends=ends, has_loss=has_loss)
+    names = [field.name for field in fields(Memory)]
+    arrays = {name: np.broadcast_to(getattr(columns, name), len(ranks)) for name in names}
+    found = []
+    for place, each in enumerate(stores):
+        exact = {"parameters": each.parameters, "gradients": each.gradients, "optimizer": each.optimizer}
+        found.append({name: float(exact.get(name, arrays[name][place])) for name in names})
+    return found
