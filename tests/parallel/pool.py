@@ -9,13 +9,15 @@
 `run` gives the function a `Mesh` of the layout, on the first `layout.world_size` workers, and returns what it
 returned on each rank. An exception on any rank fails the test with that rank's traceback, and the pool is started
 anew for the next test. Workers compute with one thread, with warnings as errors, and are killed when a job takes
-longer than `timeout` seconds: a hang is a failure, not a wait.
+longer than `timeout` seconds: a hang is a failure, not a wait. All are forked from one process that has imported
+what they need (`forked`), since eight that each import torch would keep the machine busy for half a minute.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import sys
@@ -25,7 +27,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-MOST = 8
+# What most jobs import, torch first of all. Only imported there, never used, so that the process stays one thread.
+_IMPORTED = ["torch", "pytest", "hypothesis", "modelworks.parallel.mesh", "modelworks.train.loop",
+             "modelworks.verify.verdict"]  # fmt: skip
 
 
 class WorkerFailed(AssertionError):
@@ -90,21 +94,24 @@ class WorkerPool:
         if self._store is None:
             # Port 0: the system picks a free one, so that test sessions cannot collide.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
         while len(self._workers) < count:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._store.port, list(sys.path)), daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self._workers.append((forked(_serve, theirs, self._store.port), ours))
             theirs.close()
-            self._workers.append((process, ours))
 
 
-def _serve(pipe: Connection, port: int, path: list[str]) -> None:
+def forked(target: Callable[..., Any], *arguments: Any) -> Any:
+    """A process that runs `target(*arguments)`, a copy of one that has done nothing but import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    process = context.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def _serve(pipe: Connection, port: int) -> None:
     """A worker's life: a job at a time, each in a process group of its own."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.path[:] = path
-    import importlib
-
     import torch
     import torch.distributed as dist
 
@@ -113,6 +120,9 @@ def _serve(pipe: Connection, port: int, path: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    # Connected once: torch asks the name server for the other side's name each time, and some take seconds to answer.
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    modules = 0
     while True:
         try:
             number, rank, layout, n_kv_heads, module, name, arguments, more = pipe.recv()
@@ -122,12 +132,21 @@ def _serve(pipe: Connection, port: int, path: list[str]) -> None:
             function: Any = importlib.import_module(module)
             for part in name.split("."):
                 function = getattr(function, part)
+            if len(sys.modules) > modules:
+                # Between jobs nothing lives but modules: hundreds of thousands of objects that need not be looked at
+                # again and again.
+                modules = len(sys.modules)
+                gc.freeze()
             if layout.world_size > 1:
-                store = dist.PrefixStore(f"job{number}", dist.TCPStore("127.0.0.1", port, is_master=False))
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world_size)
+                prefixed = dist.PrefixStore(f"job{number}", store)
+                dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=layout.world_size)
             try:
-                result = function(build_mesh(layout, torch.device("cpu"), n_kv_heads=n_kv_heads), *arguments, **more)
+                mesh = build_mesh(layout, torch.device("cpu"), n_kv_heads=n_kv_heads)
+                if layout.world_size > 1:
+                    dist.barrier()  # a rank that is done at once would leave while others still connect to it
+                result = function(mesh, *arguments, **more)
             finally:
+                mesh: Any = None
                 with contextlib.suppress(Exception):
                     if dist.is_initialized():
                         dist.destroy_process_group()
