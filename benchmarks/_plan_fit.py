@@ -24,17 +24,14 @@ SCALE = 0.05  # of an error that is taken for granted
 
 @dataclass(frozen=True)
 class Free:
-    """A constant that is fitted. flash: of the software's column of that name, for software with this attention only.
-
-    prior, spread: the value that is likely, and the factor (as a logarithm) by which it may well be off.
-    """
+    """A constant that is fitted. prior, spread: the value that is likely, and the factor (as a logarithm) by which it
+    may well be off."""
 
     name: str
     prior: float
     spread: float
     low: float
     high: float
-    flash: float | None = None
 
 
 FREE = (
@@ -63,15 +60,8 @@ FREE = (
 
 def with_values(work: Work, values: Array) -> Work:
     """The same rows, with those constants."""
-    constants: dict[str, float] = {}
-    software = work.software
-    for free, value in zip(FREE, values, strict=True):
-        if free.flash is None:
-            constants[free.name] = float(value)
-        else:
-            column = np.where(software.flash == free.flash, value, getattr(software, free.name))
-            software = software.with_(**{free.name: column})
-    return replace(work, software=software, constants=replace(work.constants, **constants))
+    constants = {free.name: float(value) for free, value in zip(FREE, values, strict=True)}
+    return replace(work, constants=replace(work.constants, **constants))
 
 
 def fit(work: Work, measured: Array, weights: Array, *, steps: int = 40) -> Array:
@@ -113,21 +103,24 @@ def weights_of(sources: NDArray[np.str_]) -> Array:
     return result
 
 
-def left_out(work_of: Callable[[NDArray[np.bool_]], Work], sources: NDArray[np.str_], measured: Array) -> Array:
-    """Step times predicted for each source with constants fitted on all others. work_of: mask -> those rows."""
+def left_out(
+    fitted_on: Callable[[NDArray[np.bool_]], Work],
+    predicted_as: Callable[[NDArray[np.bool_]], Work],
+    sources: NDArray[np.str_],
+    measured: Array,
+) -> Array:
+    """Step times predicted for each source with constants fitted on all others. Both functions: mask -> those rows."""
     predicted = np.zeros_like(measured)
     for source in np.unique(sources):
         out = sources == source
-        values = fit(work_of(~out), measured[~out], weights_of(sources[~out]))
-        predicted[out] = step_time(with_values(work_of(out), values)).total
+        values = fit(fitted_on(~out), measured[~out], weights_of(sources[~out]))
+        predicted[out] = step_time(with_values(predicted_as(out), values)).total
     return predicted
 
 
 def report(values: Array, constants: Constants) -> list[str]:
     """Lines: fitted value, what is in use, and the prior."""
-    lines = []
-    for free, value in zip(FREE, values, strict=True):
-        used = f"{getattr(constants, free.name):.4g}" if free.flash is None else "in software.py"
-        where = "" if free.flash is None else f" (attention {free.flash:.0f})"
-        lines.append(f"{free.name + where:>28}  fitted {value:.4g}, in use {used}, prior {free.prior:g}")
-    return lines
+    return [
+        f"{free.name:>20}  fitted {value:.4g}, in use {getattr(constants, free.name):.4g}, prior {free.prior:g}"
+        for free, value in zip(FREE, values, strict=True)
+    ]

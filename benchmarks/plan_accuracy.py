@@ -22,12 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks._plan_fit import fit, left_out, report, weights_of, with_values
+from benchmarks._plan_sweeps import sweeps
 from benchmarks._published import GIB, Row, read_rows, stack
 from modelworks.config import UserError
 from modelworks.plan import CONSTANTS, Work, memory, model_flops, step_time
 
 Array = NDArray[np.float64]
 HEADROOM = 0.94  # of the device's memory, what a tuned run fills
+NOTHING = {"rows": 0, "mean_ape": None, "median_ape": None, "worst_ape": None, "by_source": {}}
 SHARES = (0.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0)  # `Split.recompute`, least first
 
 
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not timed and not weighed:
         print("error: no row of the file can be scored", file=sys.stderr)
         return 2
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"step_time": dict(NOTHING), "memory": dict(NOTHING), "not_scored": skipped}
     if timed:
         result["step_time"] = _step_time(timed, options.rows, options.fit)
     if weighed:
@@ -83,7 +85,7 @@ def _step_time(rows: Sequence[Row], each: bool, again: bool) -> dict[str, Any]:
         _print_rows(rows, work, predicted, measured)
     print("\nstep time, seconds")
     result = _scores(rows, predicted, measured)
-    result["rank_correlation"] = _sweeps(rows, predicted, measured)
+    result["rank_correlation"] = sweeps(rows, predicted, measured)
     if again:
         names = np.array([_family(row.source) for row in rows])
         values = fit(work, measured, weights_of(names))
@@ -92,7 +94,11 @@ def _step_time(rows: Sequence[Row], each: bool, again: bool) -> dict[str, Any]:
         print("\nstep time with these")
         result["fitted"] = _scores(rows, fitted, measured)
         print("\nstep time, each source with constants fitted on the others")
-        result["left_out"] = _scores(rows, left_out(lambda mask: _part(work, mask), names, measured), measured)
+        # without the figures of the catalogue that were fitted on these very rows (what Blackwell sustains)
+        bare = replace(work, machine=work.machine.with_(sustained=np.ones(len(rows))))
+        result["left_out"] = _scores(
+            rows, left_out(lambda mask: _part(work, mask), lambda mask: _part(bare, mask), names, measured), measured
+        )
     return result
 
 
@@ -144,27 +150,6 @@ def _score(errors: Array) -> dict[str, Any]:
         "worst_ape": float(sizes.max()),
         "bias": float(errors.mean()),
     }
-
-
-def _sweeps(rows: Sequence[Row], predicted: Array, measured: Array) -> dict[str, float]:
-    """Spearman's rank correlation inside sweeps: the same model, devices and batch, at least eight layouts."""
-    sweeps: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        cells = row.cells
-        fixed = (cells[name] for name in ("model", "n_gpus", "gpu", "global_batch_seqs", "precision"))
-        key = " ".join((row.source, *fixed))
-        sweeps.setdefault(key, []).append(index)
-    result = {}
-    for key, places in sweeps.items():
-        if len(places) >= 8 and len({measured[place] for place in places}) > 2:
-            result[key] = float(np.corrcoef(_ranks(predicted[places]), _ranks(measured[places]))[0, 1])
-            print(f"rank correlation {result[key]:5.2f} of {len(places):3} layouts: {key}")
-    return result
-
-
-def _ranks(values: Array) -> Array:
-    """Ranks, equal values sharing their mean rank."""
-    return np.array([(values < value).sum() + ((values == value).sum() - 1) / 2 for value in values])
 
 
 def _part(work: Work, mask: NDArray[np.bool_]) -> Work:

@@ -122,9 +122,12 @@ def _product_rate(device: Device, dtype: Dtype) -> float:
     measured["fp8"] = device.measured_fp8_tflops
     if found := measured.get(dtype):
         return found * 1e12
-    peak = device.peak(dtype) or device.peak("bf16") or device.peak("fp16") or device.peak("fp32")
+    # bf16 and fp16 run at the same rate wherever both run, and in float32 elsewhere; nothing else stands in for another
+    half: tuple[Dtype, ...] = ("bf16", "fp16", "fp32") if dtype in ("bf16", "fp16") else ()
+    peak = next((found for name in (dtype, *half) if (found := device.peak(name))), None)
     if peak is None:
-        raise UserError(f"the catalogue has no rate of {dtype} for {device.name}")
+        known = ", ".join(device.dense_tflops)
+        raise UserError(f"the catalogue has no rate of {dtype} for {device.name}, only of {known}")
     return peak * DEFAULTS["product_share"]
 
 

@@ -90,12 +90,18 @@ def _kept(work: Work, mode: str) -> Column:
     if mode == "full":
         return stream * numerics.stream
     masks = np.where(shape.dropout > 0, 2.0, 0.0)
-    kept = stream * (2.0 * numerics.stream + 2.0 * numerics.compute + masks)
+    # a narrow product keeps its operand as it was cast; attention keeps its wide result besides
+    operand = numerics.linear
+    cast = np.where(operand < numerics.compute, operand, 0.0)
+    kept = stream * (2.0 * numerics.stream + 2.0 * operand + masks)
     keys = np.maximum(shape.d_kv / tp, shape.head_dim)
-    kept = kept + tokens * numerics.compute * (2.0 * shape.d_attention / tp + 2.0 * keys)
-    kept = kept + shape.dense_share * tokens * numerics.compute * shape.matrices * shape.d_ff / tp
-    routed = (1.0 - shape.dense_share) * tokens * shape.experts_per_token * numerics.compute
-    kept = kept + routed * (2.0 * shape.d_model + shape.matrices * shape.d_expert / tp)
+    kept = kept + tokens * (
+        numerics.compute * (2.0 * shape.d_attention / tp + 2.0 * keys) + cast * shape.d_attention / tp
+    )
+    hidden = (shape.matrices - 1.0) * numerics.compute + operand
+    kept = kept + shape.dense_share * tokens * hidden * shape.d_ff / tp
+    routed = (1.0 - shape.dense_share) * tokens * shape.experts_per_token
+    kept = kept + routed * ((numerics.compute + operand) * shape.d_model + hidden * shape.d_expert / tp)
     flash = 4.0 * tokens * shape.n_heads / tp
     if mode == "selective":
         return np.where(software.flash > 0, _products(work) + flash, kept)
