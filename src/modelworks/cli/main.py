@@ -32,6 +32,7 @@ from modelworks.config import UserError
 
 SUMMARY = "Plan, verify, train, align, compress and serve language models from one run description."
 COMMANDS = {
+    "plan": "Predict memory, time and cost of a run, and find its best layout.",
     "train": "Train a model from a run description.",
     "verify": "Prove that a layout computes what one process does.",
     "runs": "List, show and compare runs.",

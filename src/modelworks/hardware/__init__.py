@@ -21,6 +21,7 @@ from modelworks.hardware.choose import (
     choose_device,
     choose_precision,
     choose_threads,
+    expected_precision,
     peak_flops,
 )
 from modelworks.hardware.machine import Accelerator, MachineFacts, compiler, facts
@@ -62,6 +63,7 @@ __all__ = [
     "choose_threads",
     "compiler",
     "device",
+    "expected_precision",
     "facts",
     "fingerprint",
     "gemm_rate",

@@ -12,6 +12,7 @@ from modelworks.config import UserError
 from modelworks.hardware.catalogue import Dtype, catalogue
 
 if TYPE_CHECKING:
+    from modelworks.hardware.catalogue import Device
     from modelworks.hardware.machine import MachineFacts
     from modelworks.hardware.measure import Machine
 
@@ -64,6 +65,17 @@ def choose_precision(machine: Machine, device: str | None = None) -> Choice:
     if gpu.capability >= (7, 0):
         return Choice("fp16", f"{gpu.name} has fp16 tensor cores but no bf16 (capability {capability})")
     return Choice("fp32", f"{gpu.name} has no tensor cores (capability {capability})")
+
+
+def expected_precision(entry: Device) -> Choice:
+    """What `choose_precision` would take on a device that is not here, by the catalogue's figures."""
+    wide = entry.peak("fp32")
+    narrow: tuple[tuple[Dtype, str], ...] = (("bf16", "bf16-autocast"), ("fp16", "fp16"))
+    for dtype, precision in narrow:
+        peak = entry.peak(dtype)
+        if peak and (wide is None or peak >= WORTHWHILE * wide):
+            return Choice(precision, f"{entry.name} multiplies {dtype} fast")
+    return Choice("fp32", f"{entry.name} multiplies nothing narrower that much faster")
 
 
 def _precision_by_features(machine_facts: MachineFacts) -> Choice:

@@ -15,13 +15,30 @@ from modelworks.config import ParallelConfig
 from modelworks.plan.candidate import Candidate
 from modelworks.plan.job import OF_PARALLEL, OF_TRAIN
 
-LAYOUT_KEYS = (*OF_PARALLEL, *OF_TRAIN)
+# in the order in which people name them; `job` has the same keys
+LAYOUT_KEYS = (
+    "tp",
+    "sequence_parallel",
+    "cp",
+    "pp",
+    "pp_schedule",
+    "pp_virtual",
+    "pp_partition",
+    "pp_gather",
+    "ep",
+    "dp_replicate",
+    "dp_shard",
+    "zero",
+    "accumulate_reduce",
+    "offload",
+    "micro_batch",
+    "recompute",
+)
 
 
 def layout_of(candidate: Candidate) -> dict[str, Any]:
     """Every key of a layout with its value."""
-    values = {key: getattr(candidate.parallel, key) for key in OF_PARALLEL}
-    return {**values, "micro_batch": candidate.micro_batch, "recompute": candidate.recompute}
+    return {key: getattr(candidate if key in OF_TRAIN else candidate.parallel, key) for key in LAYOUT_KEYS}
 
 
 def layout_text(candidate: Candidate) -> str:

@@ -1,0 +1,116 @@
+"""The whole answer of `modelworks plan`: the search or the one layout, and what they mean for the run.
+
+Everything ends up in one object of plain values; what is printed and what is drawn is made from it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from modelworks.layout import Layout
+from modelworks.plan import Found, Limits, evaluate, search
+from modelworks.plan.answer import (
+    details_answer,
+    job_answer,
+    layout_answer,
+    price_answer,
+    run_answer,
+    search_answer,
+)
+from modelworks.plan.job import OF_PARALLEL
+from modelworks.plan.reliability import reliability
+
+if TYPE_CHECKING:
+    from modelworks.cli.plan_request import Request
+    from modelworks.plan import Search
+
+# What reliability is computed with, as no run is there yet that could tell.
+COPY_BYTES_PER_SECOND = 10e9  # of one device, to its host: training stands still meanwhile
+WRITE_BYTES_PER_SECOND = 1e9  # of one device, to storage: training goes on meanwhile
+RESTART_SECONDS = 600.0  # noticing a failure, replacing the node, starting, loading
+FEWEST_DEVICES = 16  # below it failures are so rare that there is nothing to plan
+
+
+@dataclass(frozen=True)
+class Answered:
+    """values: the object. best: the first layout as a run on paper, None where nothing fits."""
+
+    values: dict[str, Any]
+    best: Found | None
+
+
+def answer_request(request: Request) -> Answered:
+    """Search, or predict the one layout that was asked for. Raises UserError where the trainer accepts no layout."""
+    found = None
+    if request.candidate is not None:
+        best: Found | None = Found(request.candidate, evaluate(request.candidate))
+    else:
+        found = search(request.job, request.limits)
+        best = found.best[0] if found.best else None
+    return Answered(_values(request, found, best), best)
+
+
+def _values(request: Request, found: Search | None, best: Found | None) -> dict[str, Any]:
+    job, limits = request.job, request.limits
+    price, price_values = price_answer(job, request.price)
+    hourly = None if price is None else price.per_device_hour
+
+    def layout(each: Found) -> dict[str, Any]:
+        return layout_answer(each.candidate, each.prediction, headroom=limits.headroom, price=hourly)
+
+    ranked = found.best if found else [best] if best else []
+    return {
+        "job": job_answer(job, request.name),
+        "assumed": request.assumed,
+        "limits": {"fixed": dict(limits.fixed), "max_tp": limits.max_tp, "memory_headroom": limits.headroom},
+        "layouts": [layout(each) for each in ranked],
+        "winner": {**layout(best), **details_answer(best.candidate, best.prediction)} if best else None,
+        "goals": {name: layout(each) for name, each in found.goals.items()} if found else {},
+        "own": _own(request, layout) if found else None,
+        "search": search_answer(found) if found else None,
+        "price": price_values,
+        "run": run_answer(job, best.prediction, request.tokens, price) if best and request.tokens else None,
+        "reliability": _reliability(best) if best else None,
+    }
+
+
+def _own(request: Request, layout: Callable[[Found], dict[str, Any]]) -> dict[str, Any] | None:
+    """The layout that CONFIG asks for, the best micro-batch where it says auto. None where it does not fit, or is for
+    another number of devices than was asked for."""
+    run, job = request.run, request.job
+    if not request.has_layout or Layout.of(run.parallel).world_size != job.n_devices:
+        return None
+    fixed = {key: getattr(run.parallel, key) for key in OF_PARALLEL} | {"recompute": run.train.recompute}
+    if run.train.micro_batch != "auto":
+        fixed["micro_batch"] = run.train.micro_batch
+    found = search(job, Limits(fixed=fixed, headroom=request.limits.headroom), top=1)
+    return layout(found.best[0]) if found.best else None
+
+
+def _reliability(best: Found) -> dict[str, Any] | None:
+    """What failures cost a long run, how often to save. None for few devices."""
+    candidate, prediction = best.candidate, best.prediction
+    if candidate.n_devices < FEWEST_DEVICES:
+        return None
+    parallel = candidate.parallel
+    everywhere = parallel.dp_replicate * parallel.dp_shard * parallel.cp  # ranks with the same parameters: one saves
+    of_parameters = parallel.dp_replicate if parallel.zero == 3 else everywhere
+    of_optimizer = parallel.dp_replicate if parallel.zero >= 1 else everywhere
+    saved = max(held.parameters / of_parameters + held.optimizer / of_optimizer for held in prediction.by_stage)
+    save, write = max(saved / COPY_BYTES_PER_SECOND, 1e-3), max(saved / WRITE_BYTES_PER_SECOND, 1e-3)
+    found = reliability(candidate.n_devices, save, RESTART_SECONDS, write_seconds=write)
+    return {
+        "mean_hours_between_failures": found.mean_hours_between_failures,
+        "save_every_seconds": found.save_every_seconds,
+        "save_every_steps": max(1, round(found.save_every_seconds / prediction.step_seconds)),
+        "goodput": found.goodput,
+        "goodput_low": found.goodput_range[0],
+        "goodput_high": found.goodput_range[1],
+        "saved_bytes_per_gpu": saved,
+        "save_seconds": save,
+        "write_seconds": write,
+        "restart_seconds": RESTART_SECONDS,
+        "reasons": found.reasons,
+    }

@@ -1,0 +1,236 @@
+"""What `modelworks plan` was asked: from the words of its command line to a run, devices and constraints.
+
+Both ways of asking lead to one `RunConfig`: CONFIG with the flags laid over it, or a description that holds nothing
+but what the flags say. So the rules between keys are the same as for a run, and a layout that is printed can be given
+back. Whatever was not said and had to be assumed is written down in `assumed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modelworks.cli.plan_layouts import check_constraints, fixed_values, read_layout, with_layout, with_values
+from modelworks.cli.plan_quantities import parse_batch, parse_gpus, parse_share
+from modelworks.config import ConfigError, UserError, load_run_config, parse_count, parse_run_config, preset
+from modelworks.hardware import device, expected_precision
+from modelworks.layout import Layout
+from modelworks.plan.candidate import Candidate
+from modelworks.plan.job import Job, Limits
+
+if TYPE_CHECKING:
+    from modelworks.config import RunConfig
+    from modelworks.hardware import Device
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line as it was written; None where nothing was said."""
+
+    config: Path | None = None
+    overrides: list[str] = field(default_factory=list)
+    model: str | None = None
+    hardware: str | None = None
+    gpus: str | None = None
+    seq_len: str | None = None
+    global_batch: str | None = None
+    tokens: str | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    fix: str | None = None
+    max_tp: int | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    headroom: str | None = None
+    layout: str | None = None
+    price: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """run: as it would train, the layout of CONFIG or --layout in it. candidate: --layout, else None.
+
+    name: of the model, or of the file that describes it. has_layout: whether `run` has one of its own. tokens: of the
+    whole run, None where unknown. price: US dollars an hour of one device, None where it was not given.
+    """
+
+    name: str
+    run: RunConfig
+    job: Job
+    limits: Limits
+    candidate: Candidate | None
+    has_layout: bool
+    tokens: int | None
+    price: float | None
+    assumed: list[str]
+
+
+def read_request(asked: Asked, *, here: Callable[[], Device]) -> Request:
+    """What is to be planned. here: describes this machine, called where no hardware is named. Raises UserError."""
+    assumed: list[str] = []
+    run = _run(asked, assumed)
+    found = _device(asked, here, assumed)
+    gpus = parse_gpus(asked.gpus) if asked.gpus is not None else None
+    if asked.layout is not None:
+        _layout_alone(asked)
+        run = with_layout(run, asked.layout, gpus)
+    n_devices = gpus or Layout.of(run.parallel).world_size
+    if gpus is None and asked.config is not None and asked.layout is None:
+        many = "1 device" if n_devices == 1 else f"{n_devices} devices"
+        assumed.append(f"{many}: as many as the layout of {asked.config}")
+    job = Job(
+        model=run.model,
+        device=found,
+        n_devices=n_devices,
+        seq_len=run.data.seq_len,
+        global_batch=run.train.global_batch,
+        precision=_precision(asked, run, found, assumed),
+        optimizer=asked.optimizer or run.optimizer.name,
+    )
+    return Request(
+        name=asked.model or str(asked.config),
+        run=run,
+        job=job,
+        limits=_limits(asked, run, n_devices),
+        candidate=_candidate(run, job) if asked.layout is not None else None,
+        has_layout=asked.config is not None,
+        tokens=_tokens(asked, run, assumed),
+        price=asked.price,
+        assumed=assumed,
+    )
+
+
+def _run(asked: Asked, assumed: list[str]) -> RunConfig:
+    """The run without regard to devices."""
+    if asked.config is not None and asked.model is not None:
+        raise UserError(f"--model: {asked.config} describes a model already; give one of the two")
+    run = load_run_config(asked.config, asked.overrides) if asked.config else _described(asked, assumed)
+    flags = {}
+    if asked.config is not None and asked.seq_len is not None:
+        flags["data.seq_len"] = _count(asked.seq_len, "--seq-len")
+    run = with_values(run, flags, "--seq-len") if flags else run
+    if asked.global_batch is not None:
+        batch = parse_batch(asked.global_batch, run.data.seq_len)
+        if batch.how:
+            assumed.append(f"global batch: {batch.how}")
+        run = with_values(run, {"train.global_batch": batch.rows}, "--global-batch")
+    return run
+
+
+def _described(asked: Asked, assumed: list[str]) -> RunConfig:
+    """A run that the flags alone describe."""
+    given = {"--model": asked.model, "--hardware": asked.hardware, "--global-batch": asked.global_batch}
+    if asked.layout is None:
+        given["--gpus"] = asked.gpus
+    missing = [flag for flag, value in given.items() if value is None]
+    if asked.model is None:
+        raise UserError("nothing to plan: expected CONFIG, or --model with --hardware, --gpus and --global-batch")
+    if missing:
+        raise UserError(f"--model {asked.model} needs {' and '.join(missing)} too, such as {_examples(missing)}")
+    try:
+        model = preset(asked.model)
+    except UserError as error:
+        raise UserError(f"--model: {error}") from None
+    if asked.seq_len is None:
+        assumed.append(f"sequences of {model.max_seq_len:,} tokens: the longest that {asked.model} is made for")
+    length = _count(asked.seq_len, "--seq-len") if asked.seq_len is not None else model.max_seq_len
+    overrides = [f"data.seq_len={length}"]
+    if length > model.max_seq_len and model.positions == "rope":
+        assumed.append(f"positions beyond the {model.max_seq_len:,} that {asked.model} is made for")
+        overrides.append(f"model.max_seq_len={length}")
+    text = f"model: {asked.model}\ndata: {{tokenizer: none}}\n"
+    try:
+        return parse_run_config(text, "--seq-len", overrides)
+    except ConfigError as error:
+        raise UserError("--seq-len: " + "; ".join(map(str, error.problems))) from None
+
+
+def _device(asked: Asked, here: Callable[[], Device], assumed: list[str]) -> Device:
+    if asked.hardware is None:
+        found = here()
+        assumed.append(f"hardware: this machine{', ' if found.note else ''}{found.note} (--hardware names another)")
+        return found
+    try:
+        return device(asked.hardware)
+    except UserError as error:
+        raise UserError(f"--hardware: {error}") from None
+
+
+def _precision(asked: Asked, run: RunConfig, found: Device, assumed: list[str]) -> str:
+    if asked.precision is not None:
+        return asked.precision
+    if run.train.precision != "auto":
+        return run.train.precision
+    if asked.config is None:
+        assumed.append("precision bf16, with optimiser state and a copy of the weights in fp32 (--precision)")
+        return "bf16"
+    chosen = expected_precision(found)
+    assumed.append(f"precision {chosen.value}, as train.precision is auto: {chosen.reason}")
+    return chosen.value
+
+
+def _limits(asked: Asked, run: RunConfig, n_devices: int) -> Limits:
+    written = read_layout(asked.fix, "--fix") if asked.fix is not None else {}
+    for key, flag in (("zero", asked.zero), ("recompute", asked.recompute)):
+        if flag is not None and written.get(key, str(flag)) != str(flag):
+            raise UserError(f"--{key}: got {flag}, expected what --fix says, {written[key]}")
+        if flag is not None:
+            written[key] = str(flag)
+    fixed = fixed_values(run, written, "--fix")
+    check_constraints(run, fixed, n_devices)
+    if asked.max_tp is not None and fixed.get("tp", 1) > asked.max_tp:
+        raise UserError(f"--max-tp: got {asked.max_tp}, expected at least the tp={fixed['tp']} of --fix")
+    headroom = parse_share(asked.headroom, "--memory-headroom") if asked.headroom is not None else 0.0
+    return Limits(fixed=fixed, max_tp=asked.max_tp, headroom=headroom)
+
+
+def _layout_alone(asked: Asked) -> None:
+    """--layout leaves nothing to search, so constraints of a search would be ignored."""
+    flags = {"--fix": asked.fix, "--max-tp": asked.max_tp, "--zero": asked.zero, "--recompute": asked.recompute}
+    if useless := [flag for flag, value in flags.items() if value is not None]:
+        raise UserError(f"{useless[0]}: nothing to constrain beside --layout, which is one layout (write it there)")
+
+
+def _candidate(run: RunConfig, job: Job) -> Candidate:
+    assert isinstance(run.train.micro_batch, int)  # with_layout has seen to it
+    return Candidate(
+        model=job.model,
+        parallel=run.parallel,
+        device=job.device,
+        micro_batch=run.train.micro_batch,
+        global_batch=job.global_batch,
+        seq_len=job.seq_len,
+        precision=job.precision,
+        recompute=run.train.recompute,
+        software=job.software,
+        optimizer=job.optimizer,
+    )
+
+
+def _tokens(asked: Asked, run: RunConfig, assumed: list[str]) -> int | None:
+    """Of the whole run: what was said, or the duration in CONFIG where that needs no data to know."""
+    if asked.tokens is not None:
+        return _count(asked.tokens, "--tokens")
+    length = run.train.duration
+    if asked.config is None or length.unit not in ("steps", "tokens"):
+        return None
+    assumed.append(f"a run of {length}: train.duration")
+    each = run.train.global_batch * run.data.seq_len
+    return int(length.value) * (each if length.unit == "steps" else 1)
+
+
+def _count(text: str, flag: str) -> int:
+    try:
+        count = parse_count(text)
+    except ValueError as error:
+        raise UserError(f"{flag}: got {text}, expected {error}") from None
+    if count == 0:
+        raise UserError(f"{flag}: got 0, expected at least 1")
+    return count
+
+
+def _examples(flags: list[str]) -> str:
+    examples = {"--hardware": "h100-sxm", "--global-batch": "4M", "--gpus": "128"}
+    return " ".join(f"{flag} {examples[flag]}" for flag in flags)

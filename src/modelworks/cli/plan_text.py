@@ -1,0 +1,125 @@
+"""A plan for people, printed from the very object that `--json` prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from modelworks.config import format_count
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from modelworks.cli.output import Output
+
+
+def print_answer(answer: dict[str, Any], output: Output) -> None:
+    """Everything that a plan found, on the console."""
+    _print_job(answer, output)
+    layouts, winner = answer["layouts"], answer["winner"]
+    if layouts:
+        rows = [(str(place), found) for place, found in enumerate(layouts, 1)]
+        if answer["own"] is not None:
+            rows.append(("yours", answer["own"]))
+        output.print()
+        output.console.print(_table(rows))
+    if winner:
+        _print_winner(answer, winner, output)
+    if answer["goals"]:
+        output.print()
+        output.console.print(_table(list(answer["goals"].items()), whole=True))
+    _print_run(answer, output)
+
+
+def _print_job(answer: dict[str, Any], output: Output) -> None:
+    job, found = answer["job"], answer["search"]
+    many = f"{job['gpus']:,} × " if job["gpus"] > 1 else ""
+    output.print(
+        f"{job['model']} ({format_count(job['parameters'])} parameters) on {many}{job['hardware']}, "
+        f"{job['global_batch_rows']:,} rows of {job['seq_len']:,} tokens a step, {job['precision']}, {job['optimizer']}"
+    )
+    for text in answer["assumed"]:
+        output.print(f"assumed: {text}")
+    if found:
+        output.print(
+            f"{found['evaluated']:,} layouts predicted, {found['fitting']:,} fit, the best {found['simulated']} "
+            f"simulated, in {seconds(found['seconds'])}"
+        )
+
+
+def _print_winner(answer: dict[str, Any], winner: dict[str, Any], output: Output) -> None:
+    output.print()
+    if answer["search"]:
+        output.print(f"the best: --layout {winner['layout']}")
+    for text in winner["reasons"]:
+        output.print(f"  {text}")
+
+
+def _print_run(answer: dict[str, Any], output: Output) -> None:
+    run, price, failures, winner = answer["run"], answer["price"], answer["reliability"], answer["winner"]
+    lines = []
+    if price and winner:
+        lines.append(f"cost: {dollars(winner['usd_per_million_tokens'])} a million tokens ({price['source']})")
+    if run:
+        cost = f", {dollars(run['usd'])}" if run["usd"] is not None else ""
+        lines.append(
+            f"the run: {format_count(run['tokens'])} tokens in {run['steps']:,} steps, {seconds(run['seconds'])}{cost}"
+        )
+    if failures:
+        lines.append(
+            f"failures: one in {seconds(failures['mean_hours_between_failures'] * 3600)}; save every "
+            f"{seconds(failures['save_every_seconds'])} ({failures['save_every_steps']:,} steps); "
+            f"{failures['goodput']:.1%} of the time is training"
+        )
+    if lines:
+        output.print()
+    for line in lines:
+        output.print(line)
+
+
+def _table(rows: list[tuple[str, dict[str, Any]]], *, whole: bool = False) -> Table:
+    """whole: layouts with everything that `--layout` needs, micro-batch and recomputation too."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    heads = ["layout"] if whole else ["layout", "micro-batch", "recompute"]
+    heads += ["step", "tokens/s", "MFU", "memory", "bubble"]
+    has_price = any(found["usd_per_million_tokens"] is not None for _, found in rows)
+    for head in ["", *heads, *(["$/M tokens"] if has_price else [])]:
+        left = head in ("", "layout", "recompute") if whole else head in ("layout", "recompute")
+        table.add_column(head, justify="left" if left else "right", overflow="fold")
+    for label, found in rows:
+        cells = _cells(found, whole=whole)
+        table.add_row(label, *cells, *([dollars(found["usd_per_million_tokens"])] if has_price else []))
+    return table
+
+
+def _cells(found: dict[str, Any], *, whole: bool) -> list[str]:
+    figures = [
+        seconds(found["step_seconds"]),
+        format_count(found["tokens_per_second"]),
+        f"{found['mfu']:.1%}",
+        f"{found['memory_bytes'] / 1e9:.1f} of {found['memory_limit_bytes'] / 1e9:.0f} GB",
+        f"{found['bubble']:.1%}",
+    ]
+    if whole:
+        return [found["layout"], *figures]
+    split = [text for text in found["layout"].split(",") if not text.startswith(("micro_batch=", "recompute="))]
+    keys = found["keys"]
+    return [",".join(split) or "one process", str(keys["micro_batch"]), keys["recompute"], *figures]
+
+
+def seconds(value: float) -> str:
+    """`12.3 ms`, `38.1 s`, `4.2 h`, `31 d`."""
+    for least, size, unit in ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (600, 60, "min"), (1, 1, "s")):
+        if value >= least:
+            return f"{value / size:,.3g} {unit}" if value / size < 1000 else f"{value / size:,.0f} {unit}"
+    return f"{value * 1e3:.3g} ms"
+
+
+def dollars(value: float | None) -> str:
+    """`$0.46`, `$1,230`, `$1.2M`."""
+    if value is None:
+        return ""
+    if value >= 1e6:
+        return f"${format_count(value)}"
+    return f"${value:,.0f}" if value >= 100 else f"${value:.3g}"

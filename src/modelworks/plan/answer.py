@@ -1,0 +1,138 @@
+"""What a plan found, as one object of plain values: for `--json`, for the page, for other programs.
+
+The names are stable and say their units: `_seconds`, `_bytes`, `_usd`, `_hours`; shares run from 0 to 1.
+`docs/plan.md` describes the object. Everything in it can be written as JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from modelworks.config import count_parameters
+from modelworks.plan.candidate import Candidate, Prediction
+from modelworks.plan.job import Job
+from modelworks.plan.layout_keys import layout_of, layout_overrides, layout_text
+from modelworks.plan.prices import Price, price_of
+from modelworks.plan.search import Points, Search
+from modelworks.plan.stage_memory import stage_bytes
+from modelworks.plan.timeline_cut import cut_timeline
+
+POINTS = 1500  # of a search, in an answer: about as many as can be told apart
+_CELLS = 48  # of a grid over points, along each side
+
+
+def job_answer(job: Job, name: str) -> dict[str, Any]:
+    """What was asked for. name: of the model."""
+    count = count_parameters(job.model)
+    return {
+        "model": name,
+        "parameters": count.total,
+        "parameters_per_token": count.active,
+        "hardware": job.device.name,
+        "gpus": job.n_devices,
+        "seq_len": job.seq_len,
+        "global_batch_rows": job.global_batch,
+        "global_batch_tokens": job.tokens,
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+    }
+
+
+def layout_answer(
+    candidate: Candidate, prediction: Prediction, *, headroom: float = 0.0, price: float | None = None
+) -> dict[str, Any]:
+    """One layout and what is predicted for it. price: US dollars an hour of one device, None where unknown."""
+    limit = prediction.memory_limit * (1.0 - headroom)
+    dollars = None if price is None else price * candidate.n_devices / 3600.0 / prediction.tokens_per_second * 1e6
+    return {
+        "layout": layout_text(candidate),
+        "overrides": layout_overrides(candidate),
+        "keys": layout_of(candidate),
+        "gpus": candidate.n_devices,
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_second": prediction.tokens_per_second,
+        "model_flops_per_step": prediction.model_flops,
+        "model_flops_per_step_full_attention": prediction.model_flops_full_attention,
+        "mfu": prediction.mfu,
+        "bubble": prediction.bubble,
+        "memory_bytes": prediction.memory,
+        "memory_limit_bytes": limit,
+        "fits": prediction.memory <= limit,
+        "usd_per_million_tokens": dollars,
+        "time_seconds": dict(prediction.parts),
+        "fullest_rank_bytes": dict(prediction.bytes),
+        "reasons": list(prediction.reasons),
+    }
+
+
+def details_answer(candidate: Candidate, prediction: Prediction) -> dict[str, Any]:
+    """What is told of the first layout only: every rank along the pipeline, and the schedule as it was simulated."""
+    timeline = None if prediction.timeline is None else cut_timeline(prediction.timeline)
+    return {"stage_bytes": stage_bytes(candidate, prediction), "timeline": timeline}
+
+
+def search_answer(found: Search) -> dict[str, Any]:
+    """How many layouts were looked at, and a picture of them."""
+    return {
+        "evaluated": found.evaluated,
+        "fitting": found.fitting,
+        "simulated": found.simulated,
+        "left_out": dict(found.left_out),
+        "seconds": found.seconds,
+        "points": thinned(found.points),
+    }
+
+
+def price_answer(job: Job, per_device_hour: float | None) -> tuple[Price | None, dict[str, Any] | None]:
+    """The price of an hour of the job's devices. per_device_hour: the user's own, else list prices are looked up."""
+    price = price_of(job.device, job.n_devices, 3600.0, per_device_hour=per_device_hour)
+    if price is None:
+        return None, None
+    return price, {
+        "usd_per_device_hour": price.per_device_hour,
+        "usd_per_device_hour_low": price.low,
+        "usd_per_device_hour_high": price.high,
+        "source": price.source,
+    }
+
+
+def run_answer(job: Job, prediction: Prediction, tokens: int, price: Price | None) -> dict[str, Any]:
+    """Of the whole run, without interruptions."""
+    steps = math.ceil(tokens / job.tokens)
+    seconds = steps * prediction.step_seconds
+    dollars = None if price is None else price.per_device_hour * job.n_devices * seconds / 3600.0
+    return {"tokens": tokens, "steps": steps, "seconds": seconds, "usd": dollars}
+
+
+def thinned(points: Points, most: int = POINTS) -> dict[str, Any]:
+    """At most `most` of the points: one of each cell of a logarithmic grid, those that are best in both before others.
+
+    Layouts whose time was not asked for, as they are far from fitting, are not among them.
+    """
+    known = np.flatnonzero(np.isfinite(points.step))
+    if len(known) > most:
+        step, size = (np.log(values[known]) for values in (points.step, points.memory))
+        row, column = (_cell(values) for values in (step, size))
+        order = known[np.lexsort((step, size))]
+        frontier = order[_falling(points.step[order])][: most // 4]
+        _, first = np.unique(row * _CELLS + column, return_index=True)
+        rest = known[first]
+        known = np.unique(np.concatenate([frontier, rest[:: math.ceil(len(rest) / (most - len(frontier)))]]))
+    return {
+        "step_seconds": points.step[known].tolist(),
+        "memory_bytes": points.memory[known].tolist(),
+        "fits": points.fits[known].tolist(),
+    }
+
+
+def _cell(values: Any) -> Any:
+    """In which of `_CELLS` equal parts of their range values lie."""
+    return np.floor((values - values.min()) / max(float(np.ptp(values)), 1e-9) * (_CELLS - 1))
+
+
+def _falling(values: Any) -> Any:
+    """Which values are below all before them."""
+    return values < np.concatenate([[np.inf], np.minimum.accumulate(values)[:-1]])

@@ -1,0 +1,152 @@
+"""The page of a plan: the best layouts, where their time and memory go, the schedule and the whole search.
+
+Made from the one object that `modelworks plan --json` prints, so that a saved answer can be drawn at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from modelworks.report import numbers
+from modelworks.report.page import write_page
+from modelworks.report.plan_charts import gantt, scatter, stacked_bars
+from modelworks.report.split import ranks_text
+
+# What is shown as one: (words, colour of the style sheet, keys of the answer)
+Groups = tuple[tuple[str, int, tuple[str, ...]], ...]
+MEMORY: Groups = (
+    ("parameters", 0, ("parameters",)),
+    ("gradients", 1, ("gradients",)),
+    ("optimiser", 2, ("optimizer",)),
+    ("activations", 3, ("activations", "working")),
+    ("logits and loss", 4, ("loss",)),
+    ("exchange buffers", 5, ("gather", "buffers")),
+    ("allocator and driver", 6, ("slack", "context")),
+)
+TIME: Groups = (
+    ("matrix products", 0, ("linear", "head")),
+    ("attention", 4, ("attention",)),
+    ("elementwise", 2, ("elementwise",)),
+    ("recomputed", 5, ("recompute",)),
+    ("exchanges that nothing hides", 1, ("tensor", "context", "experts", "gather", "sends", "data")),
+    ("idle in the pipeline", 6, ("idle",)),
+    ("optimiser and overhead", 3, ("optimizer", "overhead")),
+)
+
+
+def write_plan(path: Path, answer: Mapping[str, Any]) -> Path:
+    """Write the page; one self-contained file. Returns its path. Raises OSError where it cannot be written."""
+    job, winner = answer["job"], answer["winner"]
+    layouts = answer["layouts"]
+    return write_page(
+        path,
+        "plan.html",
+        title=f"{job['model']} on {_devices(job)}",
+        subtitle=_subtitle(job),
+        assumed=answer["assumed"],
+        winner=winner,
+        tiles=_tiles(answer),
+        explanation=answer.get("explanation") or (winner or {}).get("reasons", []),
+        layouts=[_row(place, found) for place, found in enumerate(layouts, 1)],
+        goals=[[name, *_row(name, found)[1:]] for name, found in answer.get("goals", {}).items()],
+        neighbours=answer.get("neighbours", []),
+        time=_time(layouts),
+        memory=_memory(winner) if winner else None,
+        gantt=gantt(winner["timeline"]) if winner and winner["timeline"] else None,
+        scatter=_scatter(answer),
+        search=answer.get("search"),
+        nothing_fits=answer.get("nothing_fits"),
+        notes=answer.get("notes", []),
+    )
+
+
+def _devices(job: Mapping[str, Any]) -> str:
+    return f"{job['gpus']:,} × {job['hardware']}" if job["gpus"] > 1 else str(job["hardware"])
+
+
+def _subtitle(job: Mapping[str, Any]) -> str:
+    parts = [
+        f"{numbers.count(job['parameters'])} parameters",
+        f"{job['global_batch_rows']:,} rows of {job['seq_len']:,} tokens a step",
+        job["precision"],
+        job["optimizer"],
+    ]
+    return " · ".join(parts)
+
+
+def _tiles(answer: Mapping[str, Any]) -> list[dict[str, str]]:
+    winner = answer["winner"]
+    if not winner:
+        return []
+    tiles = [
+        ("step", _seconds(winner["step_seconds"]), ""),
+        ("throughput", f"{numbers.count(winner['tokens_per_second'])} tokens/s", ""),
+        ("model FLOPs utilisation", numbers.percent(winner["mfu"]), "causal attention, nothing recomputed"),
+        ("fullest rank", _gigabytes(winner["memory_bytes"]), f"of {_gigabytes(winner['memory_limit_bytes'])}"),
+        ("bubble", numbers.percent(winner["bubble"]), "of the pipeline, mean over ranks"),
+    ]
+    if run := answer.get("run"):
+        tiles.append(("whole run", numbers.duration(run["seconds"]), f"{numbers.count(run['tokens'])} tokens"))
+    return [{"label": label, "value": value, "detail": detail} for label, value, detail in tiles]
+
+
+def _row(place: int | str, found: Mapping[str, Any]) -> list[str]:
+    return [
+        str(place),
+        found["layout"].replace(",", " "),
+        _seconds(found["step_seconds"]),
+        numbers.count(found["tokens_per_second"]),
+        numbers.percent(found["mfu"]),
+        _gigabytes(found["memory_bytes"]) + ("" if found["fits"] else ", too much"),
+        numbers.percent(found["bubble"]),
+    ]
+
+
+def _time(layouts: list[Mapping[str, Any]]) -> dict[str, Any]:
+    rows = [
+        (f"{place}. {found['layout'].replace(',', ' ')}", _grouped(found["time_seconds"], TIME))
+        for place, found in enumerate(layouts, 1)
+    ]
+    return stacked_bars(rows, TIME, _seconds)
+
+
+def _memory(winner: Mapping[str, Any]) -> dict[str, Any]:
+    """Bars of the ranks along the pipeline; those alike and side by side are one."""
+    rows: list[tuple[str, list[float]]] = []
+    spans: list[tuple[int, int]] = []
+    for rank, sizes in enumerate(winner["stage_bytes"]):
+        grouped = _grouped(sizes, MEMORY)
+        if rows and rows[-1][1] == grouped:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            rows.append(("", grouped))
+            spans.append((rank, rank))
+    single = len(winner["stage_bytes"]) == 1
+    labels = ["every rank" if single else f"stage {ranks_text(range(first, last + 1))}" for first, last in spans]
+    named = [(label, row) for label, (_, row) in zip(labels, rows, strict=True)]
+    return stacked_bars(named, MEMORY, _gigabytes, limit=winner["memory_limit_bytes"])
+
+
+def _scatter(answer: Mapping[str, Any]) -> dict[str, Any] | None:
+    search = answer.get("search")
+    if not search or not search["points"]["step_seconds"]:
+        return None
+    best = [(found["memory_bytes"], found["step_seconds"], found["layout"]) for found in answer["layouts"]]
+    limit = answer["winner"]["memory_limit_bytes"] if answer["winner"] else None
+    return scatter(search["points"], best, limit)
+
+
+def _grouped(values: Mapping[str, float], groups: Groups) -> list[float]:
+    return [sum(max(values.get(key, 0.0), 0.0) for key in keys) for _, _, keys in groups]
+
+
+def _seconds(value: float) -> str:
+    if value < 1:
+        return f"{value * 1e3:.3g}\u00a0ms"
+    return f"{value:,.3g}\u00a0s" if value < 1000 else f"{value:,.0f}\u00a0s"
+
+
+def _gigabytes(value: float) -> str:
+    return f"{value / 1e9:,.1f}\u00a0GB" if value >= 1e8 else f"{value / 1e6:,.3g}\u00a0MB"
