@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelworks.checkpoint import CheckpointError, convert, latest_checkpoint, load_model, open_model, write_checkpoint
+from modelworks.checkpoint import CheckpointError, convert, load_model, open_checkpoint, open_model, write_checkpoint
 from modelworks.config import ModelConfig, RunConfig
 from modelworks.models import Transformer, initialize, routing_state
 
@@ -78,6 +78,16 @@ def test_a_damaged_newest_checkpoint_is_skipped_aloud(run: Path) -> None:
         load_model("my-run@30")
 
 
+def test_a_directory_that_hides_a_run_is_said(run: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "my-run").mkdir()
+    with pytest.raises(CheckpointError, match="my-run: no model here"):
+        load_model("my-run", notify=said.append)
+    assert said == ["`my-run` is taken as ./my-run, which is here; the run of that name is runs/my-run"]
+    load_model("runs/my-run", notify=said.append)
+    assert len(said) == 1
+
+
 def test_what_is_no_model(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("hello")
@@ -89,6 +99,7 @@ def test_what_is_no_model(run: Path, tmp_path: Path) -> None:
         ("empty", r"no model here: looked for manifest.json .* config.json"),
         ("notes.txt", "not a model file"),
         ("weights.safetensors", "give the directory"),
+        ("my-run@", "names no checkpoint after the `@`; give a step, `latest` or `best`, as in `my-run@latest`"),
         ("my-run@15", r"no such step; there are latest, best, 10, 20, 30"),
         ("young", "no checkpoint yet"),
     ]:
@@ -111,7 +122,8 @@ def test_a_damaged_optimizer_does_not_hide_the_model(tmp_path: Path) -> None:
     data[-1] ^= 1
     (path / "rank-00000.safetensors").write_bytes(data)
     assert same(str(tmp_path), 7)
-    assert latest_checkpoint(directory) is None
+    with pytest.raises(CheckpointError, match=r"optimizer/embedding\.weight/exp_avg"):
+        open_checkpoint(path).verify()
 
 
 def test_biases_of_experts_come_with_the_model(tmp_path: Path) -> None:

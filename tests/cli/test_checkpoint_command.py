@@ -289,6 +289,11 @@ def test_export(run: Path, tmp_path: Path, call: Any) -> None:
         (["show", "tiny@150"], "no such step; there are latest, best, 100, 200, 300"),
         (["verify", "tiny@150"], "no such step"),
         (["show", "runs"], "no checkpoint is here"),
+        (["ls", "runs"], "no checkpoint is here"),
+        (["ls", "memory://nothing"], "no checkpoint is here"),
+        (["prune", "runs", "--keep-last", "1"], "no checkpoint is here"),
+        (["show", "tiny@"], "names no checkpoint after the `@`"),
+        (["ls", "runs/tiny/checkpoints/step-00000100"], "is one checkpoint itself; `modelworks checkpoint show"),
         (["prune", "tiny", "--best", "val/los"], "did you mean `val/loss`?"),
         (["prune", "tiny", "--keep-last", "0"], "--keep-last"),
         (["show", "tiny", "--against", "tinny"], "did you mean `tiny`?"),
@@ -305,11 +310,17 @@ def test_mistakes(arguments: list[str], message: str, run: Path, call: Any) -> N
     assert len(err.strip().splitlines()) == 1
 
 
-def test_no_checkpoint_yet(run: Path, call: Any) -> None:
+def test_no_checkpoint_yet(run: Path, tmp_path: Path, call: Any) -> None:
+    """A run that has saved nothing is no mistake."""
     shutil.rmtree(run / "checkpoints")
-    code, out, _ = call("ls", "tiny")
-    assert code == 0
-    assert "no checkpoint in" in out
+    fresh = tmp_path / "fresh"
+    with open_storage(fresh).hold():
+        pass
+    for place in ("tiny", fresh):
+        code, out, _ = call("ls", place)
+        assert code == 0
+        assert "no checkpoint in" in out
+        assert call("prune", place, "--keep-last", "1")[0] == 0
     code, _, err = call("verify", "tiny")
     assert code == 2
     assert "no checkpoint is here" in err
@@ -332,11 +343,3 @@ def test_show_of_a_configuration_without_a_name(run: Path, call: Any) -> None:
     code, out, _ = call("show", path)
     assert code == 0
     assert "without a name" in out
-
-
-def test_ls_of_one_checkpoint_says_that_it_is_one(run: Path, tmp_path: Path, call: Any) -> None:
-    alone = tmp_path / "alone"
-    shutil.copytree(sorted((run / "checkpoints").glob("step-*"))[-1], alone)
-    code, out, _ = call("ls", str(alone))
-    assert code == 0
-    assert f"it is one itself, `modelworks checkpoint show {alone}` describes it" in out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from modelworks.checkpoint import latest_checkpoint, open_checkpoint
+from modelworks.checkpoint import Checkpoint, open_checkpoint
 from modelworks.records import read_records
 
 
@@ -16,11 +16,16 @@ def series(run_dir: Path, name: str) -> list[tuple[int, float]]:
     return [(record.step, float(record.value)) for record in records if record.name == name]
 
 
+def newest(run_dir: Path) -> Checkpoint:
+    """The newest checkpoint, which must be whole."""
+    checkpoint = open_checkpoint(max((run_dir / "checkpoints").glob("step-*")))
+    checkpoint.verify()
+    return checkpoint
+
+
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint."""
-    path = latest_checkpoint(run_dir / "checkpoints")
-    assert path is not None
-    checkpoint = open_checkpoint(path)
+    checkpoint = newest(run_dir)
     return {
         f"{section}/{name}": tensor
         for section in ("model", "optimizer", "routing")

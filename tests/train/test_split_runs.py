@@ -11,9 +11,9 @@ import pytest
 import split_jobs
 import torch
 from rich.console import Console
-from run_files import assert_same_weights, series, weights
+from run_files import assert_same_weights, newest, series, weights
 
-from modelworks.checkpoint import latest_checkpoint, load_model, open_checkpoint
+from modelworks.checkpoint import load_model
 from modelworks.config import RunConfig, dump_yaml, format_bytes
 from modelworks.layout import Layout
 from modelworks.records import read_records
@@ -206,9 +206,8 @@ def test_balancing_biases_are_part_of_the_model(split: Split, tmp_path: Path) ->
     """They move, are saved from the ranks that hold them, and are what generation and scoring use."""
     run = ["train.duration=3 steps", "parallel.pp=2", "parallel.tp=2"]  # odd: equal steps up and down would cancel
     split(tmp_path / "run", *EXPERTS, *run)
-    path = latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert path is not None
-    saved = dict(open_checkpoint(path).tensors("routing"))
+    checkpoint = newest(tmp_path / "run")
+    path, saved = checkpoint.path, dict(checkpoint.tensors("routing"))
     assert len(saved) == 4
     assert all(bool(bias.any()) for bias in saved.values())
     model = load_model(str(path)).model

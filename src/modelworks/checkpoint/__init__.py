@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.loading import load_model as load_model
     from modelworks.checkpoint.loading import open_model as open_model
     from modelworks.checkpoint.local_storage import LocalStorage as LocalStorage
-    from modelworks.checkpoint.locate import configured_storage as configured_storage
     from modelworks.checkpoint.lock_file import InUse as InUse
     from modelworks.checkpoint.lock_file import LockFile as LockFile
     from modelworks.checkpoint.manifest import MANIFEST as MANIFEST
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.owners import Shard as Shard
     from modelworks.checkpoint.owners import whole_shards as whole_shards
     from modelworks.checkpoint.places import Place as Place
+    from modelworks.checkpoint.places import configured_storage as configured_storage
     from modelworks.checkpoint.places import find_folder as find_folder
     from modelworks.checkpoint.places import find_storage as find_storage
     from modelworks.checkpoint.read import Checkpoint as Checkpoint
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.retention import Retention as Retention
     from modelworks.checkpoint.retention import best_checkpoint as best_checkpoint
     from modelworks.checkpoint.retention import complete_checkpoints as complete_checkpoints
-    from modelworks.checkpoint.retention import latest_checkpoint as latest_checkpoint
     from modelworks.checkpoint.save import Begun as Begun
     from modelworks.checkpoint.save import Outcome as Outcome
     from modelworks.checkpoint.save import Saver as Saver
@@ -77,14 +76,13 @@ _OFFERS = {
     "best_checkpoint": "retention",
     "check_shapes": "read",
     "complete_checkpoints": "retention",
-    "configured_storage": "locate",
+    "configured_storage": "places",
     "convert": "conversion",
     "describe_model": "import_sources",
     "explain": "read",
     "explain_unfinished": "listing",
     "find_folder": "places",
     "find_storage": "places",
-    "latest_checkpoint": "retention",
     "list_checkpoints": "listing",
     "load_model": "loading",
     "names_manifest": "listing",

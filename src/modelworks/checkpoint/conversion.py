@@ -33,10 +33,10 @@ from modelworks.checkpoint.import_sources import open_source
 from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.loading import open_model
 from modelworks.checkpoint.local_storage import in_use
-from modelworks.checkpoint.locate import Notify
 from modelworks.checkpoint.manifest import MANIFEST, read_manifest
 from modelworks.checkpoint.names import TEMPORARY, is_step
 from modelworks.checkpoint.part import MAX_SHARD_BYTES
+from modelworks.checkpoint.places import Notify
 from modelworks.checkpoint.write import write_model
 from modelworks.config import ModelConfig
 from modelworks.models import streamed_logits

@@ -13,7 +13,7 @@ from modelworks.checkpoint.formats.hugging_face import read_config
 from modelworks.checkpoint.formats.megatron import find_megatron, open_megatron
 from modelworks.checkpoint.formats.source import ModelSource
 from modelworks.checkpoint.loading import open_model
-from modelworks.checkpoint.locate import Notify
+from modelworks.checkpoint.places import Notify
 from modelworks.config import ModelConfig, load_run_config, nearest, preset, preset_names
 
 _CONFIG = "config.json"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import torch
 
 from modelworks.checkpoint.formats.source import ModelSource
 from modelworks.checkpoint.lazy_tensor import LazyTensor
-from modelworks.checkpoint.locate import Location, Notify, locate_model
+from modelworks.checkpoint.locate import Location, locate_model
+from modelworks.checkpoint.places import Notify, to_stderr
 from modelworks.checkpoint.read import Checkpoint, open_checkpoint
 from modelworks.config import ModelConfig, parameter_shapes, router_bias_shapes
 from modelworks.data import Tokenizer
@@ -53,7 +53,7 @@ def load_model(
 
 def open_model(path: str, *, notify: Notify | None = None) -> ModelSource:
     """The model that `path` names, its tensors still on disk: `source.load_into(parameters)` starts a run from it."""
-    location = locate_model(path, notify or _to_stderr)
+    location = locate_model(path, notify or to_stderr)
     if location.kind == "gguf":
         from modelworks.checkpoint.formats.gguf import open_gguf
 
@@ -94,7 +94,3 @@ def _lazy(checkpoint: Checkpoint, section: str) -> dict[str, LazyTensor]:
         name: LazyTensor(dtype, shape, lambda name=name: checkpoint.tensor(section, name))  # type: ignore[misc]
         for name, (dtype, shape) in checkpoint.tensor_types(section).items()
     }
-
-
-def _to_stderr(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

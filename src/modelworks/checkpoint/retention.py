@@ -8,16 +8,14 @@ may want to look at them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.faults import reached
 from modelworks.checkpoint.manifest import decode_numbers, read_manifest
-from modelworks.checkpoint.names import checkpoint_directories, step_number
-from modelworks.checkpoint.read import open_checkpoint
+from modelworks.checkpoint.names import step_number
 from modelworks.checkpoint.storage import Storage
 
 Best = tuple[str, Literal["min", "max"]]  # a metric, and which of its values is the better one
@@ -89,28 +87,6 @@ def complete_checkpoints(storage: Storage, known: dict[str, _Metrics] | None = N
         except (CheckpointError, OSError):
             continue
     return found
-
-
-def latest_checkpoint(
-    directory: Path,
-    *,
-    on_skip: Callable[[Path, str], None] | None = None,
-    sections: Collection[str] | None = None,
-) -> Path | None:
-    """The newest checkpoint of `directory` that is whole, checksums included; None when there is none.
-
-    sections: check only the contents of these (all files must be there in any case); default all.
-    on_skip: called with the path and the reason for every newer one that cannot be used, newest first.
-    """
-    for path in reversed(checkpoint_directories(directory)):
-        try:
-            open_checkpoint(path).verify(sections)
-        except (CheckpointError, OSError) as error:
-            if on_skip is not None:
-                on_skip(path, str(error))
-        else:
-            return path
-    return None
 
 
 def _best(complete: dict[str, _Metrics], metric: str, mode: Literal["min", "max"]) -> str | None:

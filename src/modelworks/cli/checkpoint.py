@@ -21,6 +21,7 @@ from modelworks.config import UserError, format_bytes, nearest
 
 if TYPE_CHECKING:
     from modelworks.checkpoint import Checkpoint, Folder
+    from modelworks.checkpoint import Place as Found
 
 Place = Annotated[str, typer.Argument(metavar="PLACE", help="A run, a directory of checkpoints, or a URL of one.")]
 One = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="RUN, RUN@STEP, or a checkpoint's directory or URL.")]
@@ -29,6 +30,8 @@ _PROGRESS_BYTES = 256 << 20  # checked between two movements of the bar
 
 def list_(place: Place, json: JsonFlag = False) -> None:
     """List checkpoints: step, size, age, metrics, complete or not, and which is the latest, the best, a milestone.
+
+    A run that has saved nothing yet has an empty list; any other place without checkpoints is an error.
 
     Example:
     modelworks checkpoint ls my-run
@@ -40,13 +43,15 @@ def list_(place: Place, json: JsonFlag = False) -> None:
     with _reading(place):
         found = find_storage(place)
         listed = list_checkpoints(found)
+        if not listed:
+            _allow_empty(found, place)
     if listed:
         output.console.print(listing_table(listed))
         complete = [entry for entry in listed if entry.state == "complete"]
         total = format_bytes(sum(entry.bytes for entry in listed))
         output.print(f"{found.storage.label}: {len(complete)} complete of {len(listed)}, {total}")
     else:
-        output.print(f"no checkpoint in {found.storage.label}{_is_itself_one(place)}")
+        output.print(f"no checkpoint in {found.storage.label} yet")
     output.result({"storage": found.storage.label, "checkpoints": [as_json(entry) for entry in listed]})
 
 
@@ -155,8 +160,10 @@ def prune(
     if keep_last is None and keep_every is None and best is None:
         raise UserError("say what to keep: --keep-last N, --keep-every N or --best METRIC (--dry-run only shows it)")
     with _reading(place), ExitStack() as held:
-        storage = find_storage(place).storage
-        names = storage.checkpoints()
+        found = find_storage(place)
+        storage, names = found.storage, found.storage.checkpoints()
+        if not names:
+            _allow_empty(found, place)
         _check_metric(storage, best)
         if not dry_run:
             held.enter_context(storage.hold())  # not beside a run, which removes by its own rules
@@ -301,11 +308,14 @@ def _differences(opened: Checkpoint, against: str) -> list[Any]:
     return differences(opened.config, other)
 
 
-def _is_itself_one(place: str) -> str:
+def _allow_empty(found: Found, place: str) -> None:
+    """A run that has saved nothing yet is none of the user's mistakes; any other place without checkpoints is."""
     from modelworks.checkpoint import MANIFEST
 
-    one = (Path(place).expanduser() / MANIFEST).is_file()
-    return f": it is one itself, `modelworks checkpoint show {place}` describes it" if one else ""
+    if (Path(place).expanduser() / MANIFEST).is_file():
+        raise UserError(f"{place}: is one checkpoint itself; `modelworks checkpoint show {place}` describes it")
+    if not found.may_be_empty:
+        raise UserError(f"{found.storage.label}: no checkpoint is here (looked for step-…)")
 
 
 def _check_metric(storage: Any, metric: str | None) -> None:
