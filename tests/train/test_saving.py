@@ -306,6 +306,26 @@ def test_a_run_that_moves_its_checkpoints_goes_on_from_the_old_place(
     assert sorted(path.name for path in other.glob("step-*")) == ["step-00000006", "step-00000008"]
 
 
+def test_starting_over_says_where_earlier_checkpoints_are_left(
+    tiny_config: Any, tiny_machine: Any, tmp_path: Path
+) -> None:
+    """Of all places where the run has saved; those of the run's directory and of its storage are removed."""
+    run_dir, said = tmp_path / "run", io.StringIO()
+    places = {name: [f"checkpoint.storage={tmp_path / name}"] for name in ("first", "second")} | {"": []}
+    for steps, (place, flags) in enumerate({"first": {}, "second": {"resume": True}, "": {"overwrite": True}}.items()):
+        config = tiny_config(*places[place], f"train.duration={steps + 1} steps")
+        train(config, run_dir, machine=tiny_machine, console=Console(file=said, width=1000), **flags)  # type: ignore[arg-type]
+    lines = [line for line in said.getvalue().splitlines() if "earlier run" in line]
+    assert lines == [f"checkpoints of the earlier run are left in {tmp_path / name}" for name in ("first", "second")]
+    assert saved(run_dir) == ["step-00000003"]
+    said.truncate(0)
+    config = tiny_config(*places["second"], "train.duration=1 steps")
+    train(config, run_dir, overwrite=True, machine=tiny_machine, console=Console(file=said, width=1000))
+    assert "earlier run" not in said.getvalue()
+    assert saved(run_dir) == []
+    assert [path.name for path in (tmp_path / "second").glob("step-*")] == ["step-00000001"]
+
+
 def test_a_storage_that_is_somebody_elses_is_refused(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
     there = f"checkpoint.storage={tmp_path / 'shared'}"
     short = "train.duration=1 steps"

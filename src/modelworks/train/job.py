@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from modelworks.checkpoint import Storage, configured_storage, open_storage
+from modelworks.checkpoint import Storage, open_storage
 from modelworks.config import RunConfig, UserError, training_flops_per_token
 from modelworks.data import Dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine
@@ -35,7 +35,7 @@ from modelworks.train.profiling import Profile
 from modelworks.train.ready import Start
 from modelworks.train.recording import MemoryMeter, RunLog
 from modelworks.train.result import Result, build_result, with_earlier_figures
-from modelworks.train.resuming import label_of
+from modelworks.train.resuming import places_left
 from modelworks.train.saving import Checkpoints, build_checkpoints
 from modelworks.train.split_records import SplitRecords
 from modelworks.train.state import TrainState
@@ -145,9 +145,10 @@ def _take_over(
 
 def _start_over(run_dir: Path, storage: Storage, console: Console) -> None:
     """Remove the earlier run, and say what of it stays."""
-    own, earlier = str(run_dir / "checkpoints"), configured_storage(run_dir)
-    if earlier is not None and label_of(earlier) not in (own, storage.label):
-        console.print(f"the earlier run's checkpoints in {earlier} are left as they are", markup=False)
+    own = str(run_dir / "checkpoints")
+    for place in places_left(run_dir):
+        if place != storage.label:
+            console.print(f"checkpoints of the earlier run are left in {place}", markup=False)
     run_directory.clear(run_dir)
     storage.clear()
     inside = open_storage(own)

@@ -25,6 +25,7 @@ from modelworks.checkpoint import (
     open_storage,
 )
 from modelworks.config import RunConfig, UserError
+from modelworks.records import read_records
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,22 @@ def find_candidate(
     return None
 
 
-def label_of(place: str) -> str:
-    """The one spelling of a storage's path or URL."""
-    try:
-        return open_storage(place).label
-    except CheckpointError:  # of a kind that cannot be used here any more
-        return place
+def places_left(run_dir: Path) -> list[str]:
+    """Where else than in its directory this run has saved, by its configuration and its records, and checkpoints of it
+    may still be."""
+    places = {configured_storage(run_dir)}
+    with contextlib.suppress(OSError):
+        saves = (str(row.value) for row in read_records(run_dir / "records.jsonl") if row.name == "checkpoint")
+        places |= {where.rpartition("/")[0] for where in saves}
+    left = set()
+    for place in places - {None}:
+        try:
+            storage = open_storage(str(place))
+            if storage.checkpoints():
+                left.add(storage.label)
+        except (CheckpointError, OSError):  # out of reach, or of a kind that cannot be used here any more
+            left.add(str(place))
+    return sorted(left - {str(run_dir / "checkpoints")})
 
 
 def newest_checkpoint(config: RunConfig, run_dir: Path) -> str | None:
