@@ -36,7 +36,7 @@ from modelworks.layout.loss_chunks import CHUNK_BYTES, LEAST_TOKENS
 from modelworks.plan.columns import Column
 from modelworks.plan.compute import Work
 from modelworks.plan.elements import layer_elements, layer_expert_elements
-from modelworks.plan.pipeline import Stages, in_flight, stage_counts
+from modelworks.plan.pipeline import V_SHAPED, Stages, in_flight, stage_counts
 
 
 @dataclass(frozen=True)
@@ -197,9 +197,14 @@ def _stage(work: Work, stages: Stages | None, *, last: bool) -> Memory:
     shape, split = work.shape, work.split
     head = shape.vocab_size * shape.d_model / (layer_elements(shape, split) * split.tp)  # in layers, by their products
     stages = stages or stage_counts(shape, split, head)
-    single = split.pp <= 1.0
-    ends = np.where(single, 2.0 - shape.tied, 1.0)
-    has_loss = 1.0 if last else np.where(single, 1.0, 0.0)
+    # a V's first rank holds the last stage too, and its last rank neither end
+    single, v_shaped = split.pp <= 1.0, np.isin(split.schedule, V_SHAPED)
+    if last:
+        has_loss = np.where(single, 1.0, np.where(v_shaped, 0.0, 1.0))
+        ends = np.where(single, 2.0 - shape.tied, has_loss)
+    else:
+        has_loss = np.where(single | v_shaped, 1.0, 0.0)
+        ends = np.where(has_loss > 0, 2.0 - shape.tied, 1.0)
     layers = stages.last if last else stages.first
     return rank_memory(work, layers=layers, held=in_flight(split, last=last), ends=ends, has_loss=has_loss)
 

@@ -7,7 +7,7 @@ With stages of times t_i for one micro-batch, m micro-batches and v stages on ea
 
     makespan = m max t_i + idle,   idle = (sum of t_i - max t_i) / v x share
 
-(Narayanan et al. 2021, 2104.04473: (p - 1) t / v for equal stages). share: 1 for gpipe, 1f1b, interleaved; for the
+(Narayanan et al. 2021, 2104.04473: (p - 1) t / v for equal stages), and (p - m) (1 - 1 / v) t more where m < p. share: 1 for gpipe, 1f1b, interleaved; for the
 zero-bubble ones what is left of f + b + w when weight gradients fill the bubble (`layout.pipeline.formulas`).
 """
 
@@ -23,16 +23,18 @@ from modelworks.layout.pipeline import FULL_GRADIENT, Action, Costs, Program, Ti
 from modelworks.plan.columns import SCHEDULES, Column, Shape, Split
 
 _ZERO_BUBBLE = tuple(SCHEDULES.index(name) for name in ("zb-h1", "interleaved-zb"))
-_V_SHAPED = tuple(SCHEDULES.index(name) for name in ("zbv", "dualpipev"))
+V_SHAPED = tuple(SCHEDULES.index(name) for name in ("zbv", "dualpipev"))
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Layers by rank. most: of any rank without the head. last: beside the head. first: beside the embedding."""
+    """Layers by rank. most: of any rank without the head. last: beside the head. first: beside the embedding. total: of
+    all ranks."""
 
     most: Column
     last: Column
     first: Column
+    total: Column
 
 
 def stage_counts(shape: Shape, split: Split, head: Column) -> Stages:
@@ -61,7 +63,7 @@ def stage_counts(shape: Shape, split: Split, head: Column) -> Stages:
     single = ranks <= 1.0
     most = np.where(single | uniform, even, np.minimum(most, layers))
     last = np.where(single | uniform, even, last)
-    return Stages(most, last, most)
+    return Stages(most, last, most, layers)
 
 
 def makespan(
@@ -74,13 +76,15 @@ def makespan(
     layer = forward + backward_input + backward_weight
     inner, last = stages.most * layer, stages.last * layer + head
     most = np.maximum(inner, last)
-    others = inner * np.maximum(split.pp - 2.0, 0.0) + np.minimum(inner, last)
-    others = np.where(split.pp > 1.0, others, 0.0)
+    others = np.where(split.pp > 1.0, np.maximum(stages.total * layer + head - most, 0.0), 0.0)
     schedule = split.schedule
     zero_bubble = np.maximum(np.maximum(forward + backward_input - backward_weight, forward), backward_input) / layer
     share = np.where(np.isin(schedule, _ZERO_BUBBLE), zero_bubble, 1.0)
-    share = np.where(np.isin(schedule, _V_SHAPED), forward / layer, share)
-    return split.n_micro_batches * most, share * others / split.virtual
+    share = np.where(np.isin(schedule, V_SHAPED), forward / layer, share)
+    # with fewer micro-batches than ranks, those that come round again find their rank waiting for them
+    missing = np.maximum(split.pp - split.n_micro_batches, 0.0) / np.maximum(split.pp - 1.0, 1.0)
+    unfilled = missing * (1.0 - 1.0 / split.virtual) * others
+    return split.n_micro_batches * most, share * (others / split.virtual + unfilled)
 
 
 def simulated(schedule: str, costs: Costs, pp: int, n_micro_batches: int, virtual: int = 1) -> Timeline:

@@ -45,10 +45,10 @@ def ranks_of(parallel: ParallelConfig, placed: Sequence[Sequence[int]]) -> list[
 
 def stages_of_ranks(ranks: Sequence[Rank]) -> Stages:
     """Their layers as the closed forms take them."""
-    counts = [len(rank.layers) for rank in ranks]
+    counts = [float(len(rank.layers)) for rank in ranks]
     others = [count for count, rank in zip(counts, ranks, strict=True) if not rank.last]
     last = next(count for count, rank in zip(counts, ranks, strict=True) if rank.last)
-    return Stages(float(max(others, default=last)), float(last), float(counts[0]))
+    return Stages(max(others, default=last), last, counts[0], sum(counts))
 
 
 def stored_by_rank(
