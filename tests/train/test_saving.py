@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from run_files import assert_same_weights, series
 
-from modelworks.checkpoint import Saver, open_checkpoint, open_model
+from modelworks.checkpoint import Saver, find_storage, list_checkpoints, open_checkpoint, open_model
 from modelworks.checkpoint.faults import at_each_point
 from modelworks.config import UserError
 from modelworks.records import read_records
@@ -283,6 +283,7 @@ def test_checkpoints_by_url(tiny_config: Any, tiny_machine: Any, tmp_path: Path)
     result = train(tiny_config(there), run_dir, resume=True, machine=tiny_machine)
     assert result.checkpoint == f"{url}/step-00000008"
     assert newest_checkpoint(tiny_config(there), run_dir) == result.checkpoint
+    assert [entry.step for entry in list_checkpoints(find_storage(url)) if "resumed from" in entry.marks] == [5]
     train(tiny_config("train.duration=5 steps"), tmp_path / "whole", machine=tiny_machine)
     train(tiny_config(), tmp_path / "whole", resume=True, machine=tiny_machine)
     assert series(run_dir, "train/loss") == series(tmp_path / "whole", "train/loss")

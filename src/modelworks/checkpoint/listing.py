@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modelworks.checkpoint.errors import CheckpointError
@@ -26,7 +26,8 @@ class Listed:
     """One checkpoint. bytes: of all its files. created: None where it does not say.
 
     state: `complete`, `incomplete`, or `being written`. problem: why it is not complete. marks: `latest` (the newest
-    complete one), `best`, `milestone` (kept by `checkpoint.keep_every`).
+    complete one), `best`, `milestone` (kept by `checkpoint.keep_every`), `resumed from` (as the latest one says of its
+    run).
     """
 
     folder: Folder
@@ -50,8 +51,8 @@ def list_checkpoints(place: Place) -> list[Listed]:
     complete = [entry for entry in found if entry.state == "complete"]
     if complete:
         newest = complete[-1]
-        place_of = found.index(newest)
-        found[place_of] = Listed(**{**vars(newest), "marks": ("latest", *newest.marks)})
+        _mark(found, newest.folder.name, "latest")
+        _mark(found, _resumed_from(newest.folder), "resumed from")
     return [*found, *_attempts(place)]
 
 
@@ -111,6 +112,18 @@ def _read(folder: Folder, best: str | None, keep_every: int | None) -> Listed:
         marks.append("milestone")
     created = _time(manifest.head.created)
     return Listed(folder, step, size, created, dict(decode_numbers(manifest.metrics)), "complete", "", tuple(marks))
+
+
+def _resumed_from(folder: Folder) -> str | None:
+    """The name of the checkpoint that the run had gone on from when it saved this one."""
+    where = read_manifest(folder).head.state.get("resumed_from")
+    return where.rstrip("/").rpartition("/")[2] if isinstance(where, str) else None
+
+
+def _mark(listed: list[Listed], name: str | None, mark: str) -> None:
+    for index, entry in enumerate(listed):
+        if entry.folder.name == name:
+            listed[index] = replace(entry, marks=(mark, *entry.marks))
 
 
 def _attempts(place: Place) -> Iterator[Listed]:

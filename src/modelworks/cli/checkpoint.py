@@ -29,7 +29,7 @@ _PROGRESS_BYTES = 256 << 20  # checked between two movements of the bar
 
 
 def list_(place: Place, json: JsonFlag = False) -> None:
-    """List checkpoints: step, size, age, metrics, complete or not, and which is the latest, the best, a milestone.
+    """List checkpoints: step, size, age, metrics, complete or not; the latest, the best, milestones, the resumed one.
 
     A run that has saved nothing yet has an empty list; any other place without checkpoints is an error.
 

@@ -75,6 +75,7 @@ def describe(checkpoint: Checkpoint) -> Description:
             "run",
             f"none: {head.state.get('origin', 'a model alone')}" if head.config is None else _run_name(head.config),
         ),
+        *([("resumed from", str(resumed))] if (resumed := head.state.get("resumed_from")) else []),
         ("layout", _layout(layout)),
         ("files", f"{len(sizes)} files, {format_bytes(sum(sizes.values()))}"),
         ("tokenizer", "yes" if head.tokenizer else "no"),

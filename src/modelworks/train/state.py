@@ -34,7 +34,7 @@ class TrainState:
     """step: batches consumed, and so the loader's position. best: (value, step) of `evaluate.best_metric` so far.
 
     metrics: what was evaluated at this very step, empty at most steps; saved with it, so that the best checkpoint is
-    the one that was evaluated.
+    the one that was evaluated. resumed_from: the checkpoint that it became, by path or URL, for people.
     """
 
     model: SplitModel
@@ -43,6 +43,7 @@ class TrainState:
     step: int = 0
     best: tuple[float, int] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    resumed_from: str | None = None
 
     @cached_property
     def shards(self) -> list[Shard]:
@@ -63,7 +64,7 @@ class TrainState:
         return Identity.of_run(
             config,
             world_size=self.model.mesh.layout.world_size,
-            state={**self._values(), "dataset": dataset.key},
+            state={**self._values(), "dataset": dataset.key, "resumed_from": self.resumed_from},
             metrics=dict(self.metrics),
             tokenizer=dataset.tokenizer_directory,
         )
@@ -87,6 +88,7 @@ class TrainState:
         reader.settle(mesh)
         self.model.gradients.after_update()  # master weights of another precision may have changed the shards
         self.step = checkpoint.step
+        self.resumed_from = checkpoint.label
         self.metrics = checkpoint.metrics
 
     def _slices(self, reader: CarefulReader) -> Iterator[tuple[str, Tensor]]:
