@@ -106,10 +106,10 @@ def _table(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
+            names = set(reader.fieldnames or ())
             table = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    names = set(reader.fieldnames or ())
     if absent := [name for name in NEEDED if name not in names]:
         raise UserError(f"{path}: no column {', '.join(absent)}")
     if not names & set(MEASURED):

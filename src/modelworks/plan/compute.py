@@ -266,14 +266,13 @@ def _elementwise(work: Work) -> Passes:
     # two norms (read, write), two sums (read, read, write); activation; rotation; experts' rows copied in and out
     elements = 10.0 * stream + shape.matrices * hidden + 2.0 * heads * shape.rotary
     elements = elements + routed * (shape.matrices * shape.d_expert / split.tp + 6.0 * shape.d_model)
-    moved = elements * numerics.compute
-    # operands of narrow products are read, cast and written with their transposes
+    # operands of narrow products are read, cast and written with their transposes; backward the gradients are
     inputs = 2.0 * split.tokens * shape.d_model + hidden + split.tokens * shape.d_attention / split.tp
     cast = np.where(numerics.linear < numerics.compute, inputs * (numerics.compute + 2.0 * numerics.linear), 0.0)
-    cast = cast * constants.cast
-    seconds = (moved + cast) / (work.machine.bandwidth * constants.memory)
+    moved, rate = elements * numerics.compute, work.machine.bandwidth * constants.memory
     gaps = constants.kernel_gaps
-    return Passes(seconds + gaps, constants.elementwise_backward * seconds + 2.0 * gaps, 0.0)
+    forward = (moved + cast) / rate + gaps
+    return Passes(forward, (constants.elementwise_backward * moved + cast) / rate + 2.0 * gaps, 0.0)
 
 
 def recomputed_seconds(work: Work, layer: LayerTime, exchanges: Column = 0.0) -> Column:
