@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelworks.plan import Work
-from modelworks.plan.correction import fit_correction
+from modelworks.plan.correction import FEWEST_ROWS, fit_correction
 
 Array = NDArray[np.float64]
 
@@ -34,16 +34,24 @@ def accuracy(
     result = {}
     by_model = [f"{source} {model}" for source, model in zip(sources, models, strict=True)]
     for name, groups in (("source", list(sources)), ("model", by_model)):
-        corrected, applied = _left_out(part, measured, np.array(groups), np.array(sources))
+        corrected, applied = _left_out(part, predicted, measured, np.array(groups), np.array(sources))
         without, with_ = (np.abs(seconds / measured - 1.0) for seconds in (predicted, corrected))
-        scores = {
+        scores: dict[str, Any] = {
             "rows": len(measured),
             "in_range": int(applied.sum()),
             "without": _score(without),
             "with": _score(with_),
             "without_in_range": _score(without[applied]),
             "with_in_range": _score(with_[applied]),
+            "by_source": {},
         }
+        for each in dict.fromkeys(sources):
+            here = np.array(sources) == each
+            scores["by_source"][each] = {
+                "in_range": int(applied[here].sum()),
+                "without": _score(without[here]),
+                "with": _score(with_[here]),
+            }
         result[name] = scores
         print(f"\nlearned correction, each {name} left out: in range {applied.sum()} of {len(applied)} rows")
         for label in ("", "_in_range"):
@@ -56,11 +64,18 @@ def accuracy(
 
 
 def _left_out(
-    part: Callable[[NDArray[np.bool_]], Work], measured: Array, groups: NDArray[Any], sources: NDArray[Any]
+    part: Callable[[NDArray[np.bool_]], Work],
+    predicted: Array,
+    measured: Array,
+    groups: NDArray[Any],
+    sources: NDArray[Any],
 ) -> tuple[Array, NDArray[np.bool_]]:
-    seconds, applied = np.zeros(len(measured)), np.zeros(len(measured), dtype=bool)
+    """Each group with what the others teach; as predicted where these are too few."""
+    seconds, applied = predicted.copy(), np.zeros(len(measured), dtype=bool)
     for group in dict.fromkeys(groups.tolist()):
         mask = groups == group
+        if (~mask).sum() < FEWEST_ROWS:
+            continue
         correction = fit_correction(part(~mask), measured[~mask], sources[~mask].tolist())
         found = correction(part(mask))
         seconds[mask], applied[mask] = found.seconds, found.applied

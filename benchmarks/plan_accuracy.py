@@ -1,11 +1,12 @@
 """How right the planner is: predicted beside measured step time and memory, on a table of published measurements.
 
-    python -m benchmarks.plan_accuracy FILE.csv [--json] [--rows] [--fit] [--source NAME]
+    python -m benchmarks.plan_accuracy FILE.csv [--json] [--rows] [--fit] [--correction] [--source NAME]
 
 FILE.csv has a row for each measurement and the columns that `_published` reads. Scored are rows that were measured,
 whose configuration is complete and that contradict nothing (tiers A and B; B-mem for memory). One model, one
 catalogue of devices, one set of constants for all rows. `--fit` fits the constants again and predicts each source with
-those of the others. `--json` prints an object of the same figures as its last line.
+those of the others. `--correction` says whether a learned correction helps rows that it has not seen (it needs
+scikit-learn, and three minutes). `--json` prints an object of the same figures as its last line.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks._plan_correction import accuracy
 from benchmarks._plan_fit import fit, left_out, report, weights_of, with_values
 from benchmarks._plan_sweeps import sweeps
 from benchmarks._published import GIB, Row, read_rows, stack
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fit", action="store_true", help="fit the constants again, and leave out one source at a time"
     )
+    parser.add_argument("--correction", action="store_true", help="the learned correction, on what it has not seen")
     parser.add_argument("--source", help="rows of this source only")
     options = parser.parse_args(arguments)
     try:
@@ -58,7 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     result: dict[str, Any] = {"step_time": dict(NOTHING), "memory": dict(NOTHING), "not_scored": skipped}
     if timed:
-        result["step_time"] = _step_time(timed, options.rows, options.fit)
+        try:
+            result["step_time"] = _step_time(timed, options.rows, options.fit, options.correction)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     if weighed:
         result["memory"] = _memory(weighed, options.rows)
     if options.json:
@@ -77,7 +84,7 @@ def prepared(rows: Sequence[Row]) -> Work:
     return replace(work, split=work.split.with_(recompute=np.where(unknown, chosen, work.split.recompute)))
 
 
-def _step_time(rows: Sequence[Row], each: bool, again: bool) -> dict[str, Any]:
+def _step_time(rows: Sequence[Row], each: bool, again: bool, correction: bool) -> dict[str, Any]:
     measured = np.array([float(row.step_time or 0.0) for row in rows])
     work = prepared(rows)
     predicted = np.broadcast_to(np.asarray(step_time(work).total, dtype=np.float64), measured.shape)
@@ -99,6 +106,9 @@ def _step_time(rows: Sequence[Row], each: bool, again: bool) -> dict[str, Any]:
         result["left_out"] = _scores(
             rows, left_out(lambda mask: _part(work, mask), lambda mask: _part(bare, mask), names, measured), measured
         )
+    if correction:
+        sources, models = [_family(row.source) for row in rows], [row.cells["model"] for row in rows]
+        result["correction"] = accuracy(lambda mask: _part(work, mask), predicted, measured, sources, models)
     return result
 
 
