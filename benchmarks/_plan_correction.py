@@ -56,6 +56,8 @@ def accuracy(
         print(f"\nlearned correction, each {name} left out: in range {applied.sum()} of {len(applied)} rows")
         for label in ("", "_in_range"):
             before, after = scores[f"without{label}"], scores[f"with{label}"]
+            if not before:
+                continue
             print(
                 f"  {'in range' if label else 'all rows':9} mean {before['mean_ape']:6.1%} -> {after['mean_ape']:6.1%}"
                 f"   median {before['median_ape']:6.1%} -> {after['median_ape']:6.1%}"
