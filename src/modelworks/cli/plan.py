@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from modelworks.cli.exit_codes import FAILED
 from modelworks.cli.output import JsonFlag, Output
 from modelworks.config import UserError
+
+if TYPE_CHECKING:
+    from modelworks.cli.plan_request import Asked
 
 _MODEL = "A model by the name of its preset, in place of CONFIG."
 _BATCH = "Tokens of a step (4M, `4194304 tokens`) or rows (512)."
@@ -43,6 +47,16 @@ def command(
     price: Annotated[
         float | None, typer.Option("--price", help="US dollars an hour of one device; else a list price.")
     ] = None,
+    hyper: Annotated[
+        bool, typer.Option("--hyper", help="Propose batch, rate, warmup and tokens to start from.")
+    ] = False,
+    emit: Annotated[
+        str | None, typer.Option("--emit", help="Write files for modelworks, torchtitan, megatron, deepspeed or fsdp.")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine first; alone: only that. Takes minutes.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Of --emit: the directory. Of --calibrate: a file.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with charts to this file.")] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -55,10 +69,8 @@ def command(
     modelworks plan configs/quickstart.yaml --html plan.html
     """
     output = Output(json=json)
-    if html is not None:
-        _check_writable(html)
-    from modelworks.cli.plan_request import Asked, read_request
-    from modelworks.hardware import this_machine
+    _check_outputs(html, out, emit, calibrate)
+    from modelworks.cli.plan_request import Asked
 
     asked = Asked(
         config=config,
@@ -78,23 +90,84 @@ def command(
         headroom=memory_headroom,
         layout=layout,
         price=price,
+        hyper=hyper,
     )
-    request = read_request(asked, here=this_machine)
-    from modelworks.cli.plan_answer import answer_request
+    measured = _calibrate(asked, out, output) if calibrate else None
+    if measured is not None:
+        if config is None and model is None:
+            output.result({"calibration": measured})
+            return
+        asked = replace(asked, hardware="this-machine" if out is None else str(out))
+    answer = _plan(asked, emit, out)
+    if measured is not None:
+        answer["calibration"] = measured
     from modelworks.cli.plan_text import print_answer
 
-    answer = answer_request(request).values
     print_answer(answer, output)
+    if html is not None and not answer["layouts"]:
+        raise UserError("--html: there is nothing to draw: no layout was predicted")
     if html is not None:
         _write_page(html, answer)
         output.print(f"page: {html}")
     output.result(answer)
-    if not answer["winner"] or not answer["winner"]["fits"]:
+    if not asked.only_hyper and not (answer["winner"] and answer["winner"]["fits"]):
         raise typer.Exit(FAILED)
 
 
+def _plan(asked: Asked, emit: str | None, out: Path | None) -> dict[str, Any]:
+    from modelworks.cli.plan_answer import answer_hyper, answer_request, check_target, write_files
+    from modelworks.cli.plan_request import read_request
+    from modelworks.hardware import this_machine
+
+    if emit is not None:
+        check_target(emit)
+    if asked.only_hyper:
+        return answer_hyper(asked)
+    request = read_request(asked, here=this_machine)
+    answered = answer_request(request)
+    answer = answered.values
+    if emit is not None and out is not None:
+        answer["emitted"] = write_files(emit, out, answered, request)
+    return answer
+
+
+def _calibrate(asked: Asked, out: Path | None, output: Output) -> dict[str, Any]:
+    """Measures this machine, and keeps what was found where plans look for it."""
+    if asked.hardware is not None:
+        raise UserError(f"--hardware: got {asked.hardware}, expected none with --calibrate: it is of this machine")
+    from modelworks.cli.calibrate import calibrate, describe, write
+
+    found = calibrate(output.print, quiet=output.json)
+    path = write(found, out)
+    for line in describe(found):
+        output.print(line)
+    output.print(f"written: {path}")
+    output.print()
+    return {
+        "file": str(path),
+        "seconds": found.seconds,
+        "disturbed": found.disturbed,
+        "device": found.device.model_dump(mode="json", exclude_defaults=True),
+        "errors": [
+            {"ranks": ranks, "precision": precision, "predicted_over_measured_minus_1": errors}
+            for (ranks, precision), errors in found.errors.items()
+        ],
+    }
+
+
+def _check_outputs(html: Path | None, out: Path | None, emit: str | None, calibrate: bool) -> None:
+    """Raise UserError before a search whose results could not be kept."""
+    if out is not None and emit is None and not calibrate:
+        raise UserError("--out: nothing is written there without --emit or --calibrate (a page: --html)")
+    if emit is not None and out is None:
+        raise UserError("--emit: missing --out, the directory for its files")
+    if emit is not None and calibrate and out is not None:
+        raise UserError("--out: is of --emit or of --calibrate; give them in two calls")
+    if html is not None:
+        _check_writable(html)
+
+
 def _check_writable(path: Path) -> None:
-    """Raise UserError before a search whose page could not be kept."""
     if path.is_dir():
         raise UserError(f"--html: {path} is a directory, expected a file such as {path / 'plan.html'}")
     there = next(parent for parent in path.absolute().parents if parent.exists())

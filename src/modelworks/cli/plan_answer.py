@@ -7,23 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelworks.cli.plan_request import read_hyper
+from modelworks.config import UserError, count_parameters, nearest
 from modelworks.layout import Layout
 from modelworks.plan import Found, Limits, evaluate, search
 from modelworks.plan.answer import (
     details_answer,
+    hyper_answer,
     job_answer,
     layout_answer,
     price_answer,
     run_answer,
     search_answer,
 )
+from modelworks.plan.emit import TARGETS, emit, refusals
 from modelworks.plan.job import OF_PARALLEL
+from modelworks.plan.layout_keys import layout_text
 from modelworks.plan.reliability import reliability
 
 if TYPE_CHECKING:
-    from modelworks.cli.plan_request import Request
+    from modelworks.cli.plan_request import Asked, Request
     from modelworks.plan import Search
 
 # What reliability is computed with, as no run is there yet that could tell.
@@ -35,45 +41,84 @@ FEWEST_DEVICES = 16  # below it failures are so rare that there is nothing to pl
 
 @dataclass(frozen=True)
 class Answered:
-    """values: the object. best: the first layout as a run on paper, None where nothing fits."""
+    """values: the object. ranked: its layouts as runs on paper, the best first; none where nothing fits."""
 
     values: dict[str, Any]
-    best: Found | None
+    ranked: list[Found]
 
 
 def answer_request(request: Request) -> Answered:
     """Search, or predict the one layout that was asked for. Raises UserError where the trainer accepts no layout."""
-    found = None
+    limits, found = request.limits, None
     if request.candidate is not None:
-        best: Found | None = Found(request.candidate, evaluate(request.candidate))
+        ranked = [Found(request.candidate, evaluate(request.candidate, headroom=limits.headroom))]
     else:
-        found = search(request.job, request.limits)
-        best = found.best[0] if found.best else None
-    return Answered(_values(request, found, best), best)
+        found = search(request.job, limits)
+        ranked = found.best
+    return Answered(_values(request, found, ranked), ranked)
 
 
-def _values(request: Request, found: Search | None, best: Found | None) -> dict[str, Any]:
+def answer_hyper(asked: Asked) -> dict[str, Any]:
+    """Where settings could start, for a model without devices to plan for. Raises UserError."""
+    run, hyper = read_hyper(asked)
+    job = {"model": asked.model, "parameters": count_parameters(run.model).total}
+    return {"job": job, "layouts": [], "winner": None, "hyper": hyper_answer(hyper)}
+
+
+def check_target(target: str) -> None:
+    """Raises UserError for a name that `write_files` does not know."""
+    if target not in TARGETS:
+        close = nearest(target, TARGETS)
+        hint = f" (did you mean {close}?)" if close else ""
+        raise UserError(f"--emit: got {target}, expected one of {', '.join(TARGETS)}{hint}")
+
+
+def write_files(target: str, directory: Path, answered: Answered, request: Request) -> dict[str, Any]:
+    """Files that run the best layout that `target` can express. Raises UserError where it can express none."""
+    passed_over: list[str] = []
+    for place, each in enumerate(answered.ranked, 1):
+        if reasons := refusals(target, each.candidate, request.run):
+            passed_over += reasons
+            continue
+        paths = emit(target, each.candidate, directory, run=request.run)
+        return {
+            "target": target,
+            "place": place,
+            "layout": layout_text(each.candidate),
+            "files": [str(path) for path in paths],
+            "passed_over": passed_over,
+        }
+    raise UserError(f"--emit: {passed_over[0] if passed_over else 'nothing fits, so nothing is written'}")
+
+
+def _values(request: Request, found: Search | None, ranked: list[Found]) -> dict[str, Any]:
     job, limits = request.job, request.limits
     price, price_values = price_answer(job, request.price)
     hourly = None if price is None else price.per_device_hour
 
     def layout(each: Found) -> dict[str, Any]:
-        return layout_answer(each.candidate, each.prediction, headroom=limits.headroom, price=hourly)
+        return layout_answer(each.candidate, each.prediction, price=hourly)
 
-    ranked = found.best if found else [best] if best else []
-    return {
+    values: dict[str, Any] = {
         "job": job_answer(job, request.name),
         "assumed": request.assumed,
         "limits": {"fixed": dict(limits.fixed), "max_tp": limits.max_tp, "memory_headroom": limits.headroom},
         "layouts": [layout(each) for each in ranked],
-        "winner": {**layout(best), **details_answer(best.candidate, best.prediction)} if best else None,
+        "winner": None,
         "goals": {name: layout(each) for name, each in found.goals.items()} if found else {},
         "own": _own(request, layout) if found else None,
         "search": search_answer(found) if found else None,
         "price": price_values,
-        "run": run_answer(job, best.prediction, request.tokens, price) if best and request.tokens else None,
-        "reliability": _reliability(best) if best else None,
+        "run": None,
+        "reliability": None,
+        "hyper": hyper_answer(request.hyper) if request.hyper else None,
     }
+    if ranked:
+        best = Found(ranked[0].candidate, evaluate(ranked[0].candidate, headroom=limits.headroom))  # with its timeline
+        values["winner"] = {**layout(best), **details_answer(best.prediction)}
+        values["run"] = run_answer(job, best.prediction, request.tokens, price) if request.tokens else None
+        values["reliability"] = _reliability(best)
+    return values
 
 
 def _own(request: Request, layout: Callable[[Found], dict[str, Any]]) -> dict[str, Any] | None:

@@ -14,11 +14,22 @@ from typing import TYPE_CHECKING
 
 from modelworks.cli.plan_layouts import check_constraints, fixed_values, read_layout, with_layout, with_values
 from modelworks.cli.plan_quantities import parse_batch, parse_gpus, parse_share
-from modelworks.config import ConfigError, UserError, load_run_config, parse_count, parse_run_config, preset
+from modelworks.config import (
+    ConfigError,
+    UserError,
+    format_count,
+    load_run_config,
+    parse_count,
+    parse_run_config,
+    preset,
+)
 from modelworks.hardware import device, expected_precision
 from modelworks.layout import Layout
 from modelworks.plan.candidate import Candidate
+from modelworks.plan.hyper import Hyper, propose
 from modelworks.plan.job import Job, Limits
+from modelworks.plan.machine import Numerics
+from modelworks.plan.optimizer_bytes import check_optimizer_name
 
 if TYPE_CHECKING:
     from modelworks.config import RunConfig
@@ -46,6 +57,13 @@ class Asked:
     headroom: str | None = None
     layout: str | None = None
     price: float | None = None
+    hyper: bool = False
+
+    @property
+    def only_hyper(self) -> bool:
+        """Whether settings are asked for and no devices are named that could be planned for."""
+        devices = (self.config, self.hardware, self.gpus, self.layout, self.fix)
+        return self.hyper and self.model is not None and all(each is None for each in devices)
 
 
 @dataclass(frozen=True)
@@ -53,7 +71,8 @@ class Request:
     """run: as it would train, the layout of CONFIG or --layout in it. candidate: --layout, else None.
 
     name: of the model, or of the file that describes it. has_layout: whether `run` has one of its own. tokens: of the
-    whole run, None where unknown. price: US dollars an hour of one device, None where it was not given.
+    whole run, None where unknown. price: US dollars an hour of one device, None where it was not given. hyper: where
+    settings could start, if asked.
     """
 
     name: str
@@ -64,6 +83,7 @@ class Request:
     has_layout: bool
     tokens: int | None
     price: float | None
+    hyper: Hyper | None
     assumed: list[str]
 
 
@@ -71,6 +91,13 @@ def read_request(asked: Asked, *, here: Callable[[], Device]) -> Request:
     """What is to be planned. here: describes this machine, called where no hardware is named. Raises UserError."""
     assumed: list[str] = []
     run = _run(asked, assumed)
+    optimizer = _optimizer(asked, run)
+    tokens = _tokens(asked, run, assumed)
+    hyper = _hyper(asked, run) if asked.hyper else None
+    if hyper is not None and asked.config is None:
+        run, tokens = _proposed(asked, run, hyper, assumed)
+    if asked.config is None and tokens is not None:
+        run = with_values(run, {"train.duration": f"{tokens} tokens"}, "--tokens")
     found = _device(asked, here, assumed)
     gpus = parse_gpus(asked.gpus) if asked.gpus is not None else None
     if asked.layout is not None:
@@ -87,7 +114,7 @@ def read_request(asked: Asked, *, here: Callable[[], Device]) -> Request:
         seq_len=run.data.seq_len,
         global_batch=run.train.global_batch,
         precision=_precision(asked, run, found, assumed),
-        optimizer=asked.optimizer or run.optimizer.name,
+        optimizer=optimizer,
     )
     return Request(
         name=asked.model or str(asked.config),
@@ -96,10 +123,17 @@ def read_request(asked: Asked, *, here: Callable[[], Device]) -> Request:
         limits=_limits(asked, run, n_devices),
         candidate=_candidate(run, job) if asked.layout is not None else None,
         has_layout=asked.config is not None,
-        tokens=_tokens(asked, run, assumed),
+        tokens=tokens,
         price=asked.price,
+        hyper=hyper,
         assumed=assumed,
     )
+
+
+def read_hyper(asked: Asked) -> tuple[RunConfig, Hyper]:
+    """Settings for a model where no devices are named to plan for, and the run that they are for. Raises UserError."""
+    run = _run(asked, [])
+    return run, _hyper(asked, run)
 
 
 def _run(asked: Asked, assumed: list[str]) -> RunConfig:
@@ -121,8 +155,10 @@ def _run(asked: Asked, assumed: list[str]) -> RunConfig:
 
 def _described(asked: Asked, assumed: list[str]) -> RunConfig:
     """A run that the flags alone describe."""
-    given = {"--model": asked.model, "--hardware": asked.hardware, "--global-batch": asked.global_batch}
-    if asked.layout is None:
+    given = {} if asked.only_hyper else {"--hardware": asked.hardware}
+    if not asked.hyper:  # which proposes one
+        given["--global-batch"] = asked.global_batch
+    if asked.layout is None and not asked.only_hyper:
         given["--gpus"] = asked.gpus
     missing = [flag for flag, value in given.items() if value is None]
     if asked.model is None:
@@ -140,7 +176,7 @@ def _described(asked: Asked, assumed: list[str]) -> RunConfig:
     if length > model.max_seq_len and model.positions == "rope":
         assumed.append(f"positions beyond the {model.max_seq_len:,} that {asked.model} is made for")
         overrides.append(f"model.max_seq_len={length}")
-    text = f"model: {asked.model}\ndata: {{tokenizer: none}}\n"
+    text = f"name: {asked.model}\nmodel: {asked.model}\ndata: {{tokenizer: none}}\n"
     try:
         return parse_run_config(text, "--seq-len", overrides)
     except ConfigError as error:
@@ -160,7 +196,7 @@ def _device(asked: Asked, here: Callable[[], Device], assumed: list[str]) -> Dev
 
 def _precision(asked: Asked, run: RunConfig, found: Device, assumed: list[str]) -> str:
     if asked.precision is not None:
-        return asked.precision
+        return _known(asked.precision, "--precision", Numerics.of)
     if run.train.precision != "auto":
         return run.train.precision
     if asked.config is None:
@@ -178,6 +214,9 @@ def _limits(asked: Asked, run: RunConfig, n_devices: int) -> Limits:
             raise UserError(f"--{key}: got {flag}, expected what --fix says, {written[key]}")
         if flag is not None:
             written[key] = str(flag)
+    for key in ("zero", "recompute"):
+        if getattr(asked, key) is not None:
+            fixed_values(run, {key: written[key]}, f"--{key}")  # so that what is wrong is told by its own flag
     fixed = fixed_values(run, written, "--fix")
     check_constraints(run, fixed, n_devices)
     if asked.max_tp is not None and fixed.get("tp", 1) > asked.max_tp:
@@ -219,6 +258,39 @@ def _tokens(asked: Asked, run: RunConfig, assumed: list[str]) -> int | None:
     assumed.append(f"a run of {length}: train.duration")
     each = run.train.global_batch * run.data.seq_len
     return int(length.value) * (each if length.unit == "steps" else 1)
+
+
+def _hyper(asked: Asked, run: RunConfig) -> Hyper:
+    return propose(
+        run.model, optimizer=_optimizer(asked, run), tokens=_tokens(asked, run, []), seq_len=run.data.seq_len
+    )
+
+
+def _optimizer(asked: Asked, run: RunConfig) -> str:
+    return _known(asked.optimizer or run.optimizer.name, "--optimizer", check_optimizer_name)
+
+
+def _proposed(asked: Asked, run: RunConfig, hyper: Hyper, assumed: list[str]) -> tuple[RunConfig, int | None]:
+    """(the run with the proposed batch, the proposed tokens), each where none was given."""
+    tokens = hyper["tokens"].value
+    if asked.tokens is None:
+        assumed.append(f"a run of {format_count(tokens or 0)} tokens: proposed by --hyper")
+    if asked.global_batch is None:
+        rows = hyper.overrides["train.global_batch"]
+        assumed.append(f"global batch: {rows:,} rows, proposed by --hyper")
+        run = with_values(run, {"train.global_batch": rows}, "--hyper")
+    settings = {key: value for key, value in hyper.overrides.items() if key.startswith(("optimizer.", "schedule."))}
+    run = with_values(run, settings, "--hyper")
+    return run, None if tokens is None else int(tokens)
+
+
+def _known(name: str, flag: str, check: Callable[[str], object]) -> str:
+    """The name, where `check` raises nothing; else its error under the flag."""
+    try:
+        check(name)
+    except UserError as error:
+        raise UserError(f"{flag}: {str(error).removeprefix(flag.strip('-') + ': ')}") from None
+    return name
 
 
 def _count(text: str, flag: str) -> int:

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 
 def print_answer(answer: dict[str, Any], output: Output) -> None:
     """Everything that a plan found, on the console."""
+    if "search" in answer:
+        _print_plan(answer, output)
+    if answer["hyper"]:
+        _print_hyper(answer["hyper"], output)
+    if emitted := answer.get("emitted"):
+        _print_emitted(emitted, output)
+
+
+def _print_plan(answer: dict[str, Any], output: Output) -> None:
     _print_job(answer, output)
     layouts, winner = answer["layouts"], answer["winner"]
     if layouts:
@@ -76,6 +85,38 @@ def _print_run(answer: dict[str, Any], output: Output) -> None:
         output.print(line)
 
 
+def _print_hyper(hyper: dict[str, Any], output: Output) -> None:
+    from rich.table import Table
+
+    table = Table("start from", "", "most runs", "why", "source", box=None, pad_edge=False)
+    for each in hyper["suggestions"]:
+        table.add_row(each["name"].replace("_", " "), _figure(each["value"], each["unit"]), *_because(each))
+    output.print()
+    output.console.print(table)
+    output.print(f"these are {hyper['caution']}")
+
+
+def _because(suggestion: dict[str, Any]) -> list[str]:
+    bounds = suggestion["range"]
+    between = "" if bounds is None else " to ".join(_figure(bound, "") for bound in bounds)
+    return [between, suggestion["reason"], suggestion["source"]]
+
+
+def _figure(value: float | None, unit: str) -> str:
+    if value is None:
+        return "not known"
+    return f"{format_count(value) if value >= 1000 else f'{value:.3g}'} {unit}".strip()
+
+
+def _print_emitted(emitted: dict[str, Any], output: Output) -> None:
+    output.print()
+    if emitted["passed_over"]:
+        output.print(f"not the best, as {emitted['passed_over'][0]}")
+        output.print(f"files of number {emitted['place']}: {emitted['layout']}")
+    for path in emitted["files"]:
+        output.print(f"written: {path}")
+
+
 def _table(rows: list[tuple[str, dict[str, Any]]], *, whole: bool = False) -> Table:
     """whole: layouts with everything that `--layout` needs, micro-batch and recomputation too."""
     from rich.table import Table
@@ -122,4 +163,4 @@ def dollars(value: float | None) -> str:
         return ""
     if value >= 1e6:
         return f"${format_count(value)}"
-    return f"${value:,.0f}" if value >= 100 else f"${value:.3g}"
+    return f"${value:,.0f}" if value >= 100 else f"${value:.2f}" if value >= 0.1 else f"${value:.2g}"

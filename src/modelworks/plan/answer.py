@@ -7,17 +7,18 @@ The names are stable and say their units: `_seconds`, `_bytes`, `_usd`, `_hours`
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from modelworks.config import count_parameters
 from modelworks.plan.candidate import Candidate, Prediction
+from modelworks.plan.hyper import Hyper
 from modelworks.plan.job import Job
 from modelworks.plan.layout_keys import layout_of, layout_overrides, layout_text
 from modelworks.plan.prices import Price, price_of
 from modelworks.plan.search import Points, Search
-from modelworks.plan.stage_memory import stage_bytes
 from modelworks.plan.timeline_cut import cut_timeline
 
 POINTS = 1500  # of a search, in an answer: about as many as can be told apart
@@ -41,11 +42,8 @@ def job_answer(job: Job, name: str) -> dict[str, Any]:
     }
 
 
-def layout_answer(
-    candidate: Candidate, prediction: Prediction, *, headroom: float = 0.0, price: float | None = None
-) -> dict[str, Any]:
+def layout_answer(candidate: Candidate, prediction: Prediction, *, price: float | None = None) -> dict[str, Any]:
     """One layout and what is predicted for it. price: US dollars an hour of one device, None where unknown."""
-    limit = prediction.memory_limit * (1.0 - headroom)
     dollars = None if price is None else price * candidate.n_devices / 3600.0 / prediction.tokens_per_second * 1e6
     return {
         "layout": layout_text(candidate),
@@ -59,8 +57,8 @@ def layout_answer(
         "mfu": prediction.mfu,
         "bubble": prediction.bubble,
         "memory_bytes": prediction.memory,
-        "memory_limit_bytes": limit,
-        "fits": prediction.memory <= limit,
+        "memory_limit_bytes": prediction.memory_limit,
+        "fits": prediction.fits,
         "usd_per_million_tokens": dollars,
         "time_seconds": dict(prediction.parts),
         "fullest_rank_bytes": dict(prediction.bytes),
@@ -68,10 +66,10 @@ def layout_answer(
     }
 
 
-def details_answer(candidate: Candidate, prediction: Prediction) -> dict[str, Any]:
+def details_answer(prediction: Prediction) -> dict[str, Any]:
     """What is told of the first layout only: every rank along the pipeline, and the schedule as it was simulated."""
     timeline = None if prediction.timeline is None else cut_timeline(prediction.timeline)
-    return {"stage_bytes": stage_bytes(candidate, prediction), "timeline": timeline}
+    return {"stage_bytes": [dict(each) for each in prediction.bytes_by_stage], "timeline": timeline}
 
 
 def search_answer(found: Search) -> dict[str, Any]:
@@ -105,6 +103,15 @@ def run_answer(job: Job, prediction: Prediction, tokens: int, price: Price | Non
     seconds = steps * prediction.step_seconds
     dollars = None if price is None else price.per_device_hour * job.n_devices * seconds / 3600.0
     return {"tokens": tokens, "steps": steps, "seconds": seconds, "usd": dollars}
+
+
+def hyper_answer(found: Hyper) -> dict[str, Any]:
+    """Where the settings of the training could start."""
+    return {
+        "suggestions": [asdict(each) for each in found.suggestions],
+        "overrides": dict(found.overrides),
+        "caution": found.caution,
+    }
 
 
 def thinned(points: Points, most: int = POINTS) -> dict[str, Any]:
