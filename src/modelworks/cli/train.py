@@ -96,10 +96,19 @@ def _train(
         from modelworks.cli.train_rank import train_split
 
         return train_split(run, run_dir, resume=resume, overwrite=overwrite, profile=profile, json=output.json)
+    from modelworks.cli.forecast import forecast
     from modelworks.train import keep_freed_memory, train
 
     keep_freed_memory()  # for the whole process, so the command's business and not that of `train`
-    return train(run, run_dir, resume=resume, overwrite=overwrite, profile=profile, console=output.console)
+    return train(
+        run,
+        run_dir,
+        resume=resume,
+        overwrite=overwrite,
+        profile=profile,
+        console=output.console,
+        forecaster=forecast,
+    )
 
 
 def _what_is_left(run: RunConfig, run_dir: Path) -> str:

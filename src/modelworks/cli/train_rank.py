@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from modelworks.cli.exit_codes import FAILED, USER_ERROR
+from modelworks.cli.forecast import forecast
 from modelworks.cli.output import Output
 from modelworks.config import RunConfig, UserError, dump_yaml, parse_run_config
 from modelworks.layout import Layout, check_layout, describe, shrink_layout
@@ -124,6 +125,7 @@ def _train_here(config: RunConfig, run_dir: Path, world: World, output: Output, 
             profile=flags["profile"],
             console=console,
             mesh=mesh,
+            forecaster=forecast,
         )
 
 

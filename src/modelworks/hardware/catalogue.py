@@ -157,8 +157,13 @@ def read_catalogue(path: Path) -> Catalogue:
 
 @cache
 def _built_in() -> Catalogue:
-    text = (files("modelworks.hardware") / "devices.yaml").read_text(encoding="utf-8")
-    return _parse(text, "the built-in catalogue")
+    """Accelerators, and the CPU that was measured."""
+    room = files("modelworks.hardware")
+    parts = [
+        _parse((room / name).read_text(encoding="utf-8"), f"the built-in catalogue ({name})")
+        for name in ("devices.yaml", "cpu.yaml")
+    ]
+    return _over(*parts)
 
 
 @cache
@@ -166,13 +171,16 @@ def _laid_over(own: tuple[tuple[Path, int], ...]) -> Catalogue:
     """own: files with the time of their last change, so that a changed one is read again."""
     whole = _built_in()
     for path, _ in own:
-        over = read_catalogue(path)
-        whole = Catalogue(
-            {**whole.devices, **over.devices},
-            {**whole.sources, **over.sources},
-            {**whole.figures, **over.figures},
-        )
+        whole = _over(whole, read_catalogue(path))
     return whole
+
+
+def _over(whole: Catalogue, more: Catalogue) -> Catalogue:
+    return Catalogue(
+        {**whole.devices, **more.devices},
+        {**whole.sources, **more.sources},
+        {**whole.figures, **more.figures},
+    )
 
 
 def _stamp(path: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -57,7 +58,7 @@ def calibration_file() -> Path:
 
 def write_device(device: Device, path: Path) -> None:
     """As a file that the catalogue reads. Raises UserError where it cannot be written."""
-    content = {"devices": [device.model_dump(mode="json", exclude_defaults=True)]}
+    content = {"devices": [_rounded(device.model_dump(mode="json", exclude_defaults=True))]}
     text = "# Written by `modelworks plan --calibrate`. Delete it to plan with the catalogue's figures again.\n"
     text += yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
     unfinished = path.with_suffix(".unfinished")
@@ -73,7 +74,7 @@ def calibrated_device(
     found: MachineFacts, rates: list[Rates], measured_on: MeasuredOn | None, *, peaks: Mapping[str, float] | None = None
 ) -> Device:
     """The device that rates make of this machine. rates: smallest number of ranks first. measured_on: None where they
-    were not measured here. peaks: FLOP/s by dtype that utilisation is measured against; None: the best of the rates."""
+    were not measured here. peaks: FLOP/s by dtype that were measured apart, where they are more than those of rates."""
     whole = rates[0]
     return Device(
         name=THIS_MACHINE,
@@ -84,6 +85,15 @@ def calibrated_device(
         measured_on=measured_on,
         source="" if measured_on is None else f"measured here with torch {measured_on.torch}, {measured_on.at}",
     )
+
+
+def _rounded(value: Any) -> Any:
+    """Figures to four digits: more were not measured."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return {key: _rounded(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _is_of(measured_on: MeasuredOn | None, found: MachineFacts) -> bool:
@@ -97,9 +107,6 @@ def _assumed(found: MachineFacts, stale: Device | None) -> Device:
     if stale is not None and stale.measured_on is not None:
         there = stale.measured_on
         note += f" (the calibration that is there is of {there.cpu} with {there.cores} cores)"
-    if not reference.measured:
-        update = {"name": THIS_MACHINE, "also": [], "memory_gb": found.memory / 1e9, "note": note}
-        return reference.model_copy(update=update)
     whole = reference.measured[0]
     counts = [ranks for ranks in (1, 2, 4, 8, 16, 32, 64, 128, 256) if ranks <= found.cores]
     # a rank has cores / ranks threads where the reference had whole.threads

@@ -203,7 +203,7 @@ def _predictions(run: Run) -> list[list[str]]:
     rows = []
     for name, record in run.predicted.items():
         short = name.removeprefix("predicted/")
-        measured = next((m for c in _measured_names(short) if (m := run.last(c)) is not None), None)
+        measured = next((m for c in _measured_names(short) if (m := _measured(run, c)) is not None), None)
         predicted = float(record.value)
         ratio = f"{measured / predicted:.3f}" if measured is not None and predicted else ""
         shown = "" if measured is None else _exact(measured, record.unit)
@@ -211,11 +211,18 @@ def _predictions(run: Run) -> list[list[str]]:
     return rows
 
 
+def _measured(run: Run, name: str) -> float | None:
+    """Of what every step measures, the typical step's; else the last."""
+    return typical(run, name) if name.startswith("train/") else run.last(name)
+
+
 def _measured_names(short: str) -> list[str]:
     """Where the measured twin of `predicted/memory_peak` may be: `model/memory_peak`, `memory/peak`, …"""
     if short == "memory_total":
         # What training added, on the device that it ran on.
         return ["memory/cuda_peak", "memory/training_peak"]
+    if short == "tensor_memory":
+        return ["memory/cuda_peak"]  # a process on a CPU holds much besides tensors
     return [f"model/{short}", short.replace("_", "/", 1), f"train/{short}"]
 
 

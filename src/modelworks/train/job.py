@@ -27,6 +27,7 @@ from modelworks.train.beginning import job_peak, print_decisions, record_start
 from modelworks.train.derivation import Derived
 from modelworks.train.evaluation.samples import choose_prompts
 from modelworks.train.experts import whole_model
+from modelworks.train.forecast import Forecaster, compare_forecast, say_forecast
 from modelworks.train.hooks import Questions, Recording, Validation, describe_speed
 from modelworks.train.loop import Hook, TrainingFailed, run_steps
 from modelworks.train.one_rank import on_rank_0
@@ -57,11 +58,13 @@ def train(
     console: Console | None = None,
     machine: Machine | None = None,
     mesh: Mesh | None = None,
+    forecaster: Forecaster | None = None,
 ) -> Result:
     """Run `config` in `run_dir`. console: where a person reads along; None is silent.
 
     machine: measured figures of this machine, None measures them (or reads what was measured before). mesh: of this
-    rank where the run is split over processes, each of which calls this; rank 0 alone writes and speaks.
+    rank where the run is split over processes, each of which calls this; rank 0 alone writes and speaks. forecaster:
+    what predicts the run before its first step, for rank 0 to say.
     Raises `UserError` for what the user can fix, and `TrainingFailed` when the run cannot go on.
     """
     check_layout(config, mesh.layout.world_size if mesh else None)
@@ -85,6 +88,12 @@ def train(
         memory_report.kept = hooks.checkpoints.kept
         baselines = on_rank_0(mesh, lambda: _baselines(config, prepared.dataset, console))
         record_start(log, state, prepared.derived, baselines, prepared.machine, peak)
+        forecast = None
+        if forecaster is not None and mesh.is_main:
+            hosts, recording = prepared.n_hosts, hooks.recording
+            forecast = say_forecast(
+                forecaster, prepared.derived.config, prepared.machine, hosts, recording, log, console, state.step
+            )
         stop = _run(prepared, state, hooks, Profile(run_dir if profile and mesh.is_main else None, prepared.derived))
         result = build_result(
             state,
@@ -98,6 +107,9 @@ def train(
             stop.signal,
         )
         log.figure(state.step, "memory/training_peak", memory.peak() - memory.at_reset, "bytes")
+        if forecast is not None:
+            compare_forecast(forecast, hooks.recording, log, console, state.step)
+            result = replace(result, predicted_step_seconds=forecast.step_seconds)
         if hooks.split:
             result = replace(result, parallel=hooks.split.latest)
         if not hooks.recording.losses:

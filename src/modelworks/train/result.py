@@ -21,7 +21,8 @@ class Result:
     tokens_per_second are medians over this process's steps. stopped_by: the signal's name, None for a run that
     reached its end. checkpoint, checkpoint_step: path or URL of the newest one, and its step. last_save_failed: the
     newest state is not saved. sample: {prompt, text} of the last evaluation. parallel: of a split run, what it last
-    measured of its split beside the formulas (`SplitRecords`)."""
+    measured of its split beside the formulas (`SplitRecords`). predicted_step_seconds: before the first step; None
+    where nothing was predicted."""
 
     steps: int
     tokens: int
@@ -41,6 +42,7 @@ class Result:
     last_save_failed: bool = False
     checkpoint_step: int | None = None
     parallel: dict[str, Any] | None = None
+    predicted_step_seconds: float | None = None
 
 
 def with_earlier_figures(result: Result, summary: Mapping[str, Any]) -> Result:
