@@ -59,10 +59,11 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. step_time in seconds, memory in bytes; None where not printed."""
+    """One measurement. device: the catalogue's name. step_time in seconds, memory in bytes; None where not printed."""
 
     id: str
     source: str
+    device: str
     work: Work
     recompute: str
     step_time: float | None
@@ -160,6 +161,7 @@ def _row(cells: Mapping[str, str], number: int) -> Row:
     return Row(
         id=name,
         source=name.rsplit("-", 1)[0],
+        device=device(_device(cells["gpu"])).name,
         work=Work(_shape(cells), split, machine, numerics, program),
         recompute=cells["recompute"],
         step_time=_step_time(cells) if cells["tier"] in ("", *TIERS) else None,
