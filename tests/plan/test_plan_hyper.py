@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelworks.config import ModelConfig, UserError, count_parameters
+from modelworks.config import ModelConfig, RunConfig, UserError, count_parameters
 from modelworks.config.named_models import preset
 from modelworks.plan.hyper import critical_batch, deepseek_batch, deepseek_rate, propose
 from modelworks.plan.optimizer_bytes import OPTIMIZERS
@@ -130,6 +130,19 @@ def test_tiny_models_get_sane_values_and_are_told_that_they_are_extrapolated() -
     assert "extrapolated: the runs have parameters of 10.7M to 405B" in found["learning_rate"].reason
     smollm = propose(preset("smollm2-135m"), seq_len=2048)
     assert "extrapolated" not in smollm["batch"].reason + smollm["learning_rate"].reason
+
+
+@pytest.mark.parametrize("tokens", [None, 1000, 10**13])
+def test_the_overrides_are_keys_of_a_run_description(tokens: int | None) -> None:
+    written = propose(TINY, tokens=tokens, seq_len=256).overrides
+    nested: dict[str, dict[str, object]] = {"data": {"seq_len": 256}}
+    for key, value in written.items():
+        section, name = key.split(".")
+        nested.setdefault(section, {})[name] = value
+    config = RunConfig.model_validate({"model": TINY.model_dump(), **nested})
+    assert config.train.global_batch == written["train.global_batch"]
+    assert config.optimizer.lr == written["optimizer.lr"]
+    assert str(config.train.duration) == written["train.duration"]
 
 
 def test_a_budget_that_is_given_is_kept_and_judged() -> None:
