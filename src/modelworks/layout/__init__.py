@@ -5,6 +5,7 @@ from modelworks.layout.data_memory import (
     data_parallel_memory,
     data_parallel_traffic,
     is_copied,
+    memory_of_run,
     reduction_groups,
 )
 from modelworks.layout.elastic import shrink_layout
@@ -28,6 +29,7 @@ __all__ = [
     "describe",
     "is_copied",
     "layout_problems",
+    "memory_of_run",
     "nearest_layouts",
     "neighbours",
     "placement",

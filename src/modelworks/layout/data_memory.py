@@ -34,8 +34,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from modelworks.config import ModelConfig, ParallelConfig
 from modelworks.layout.layout import Layout
-from modelworks.layout.placement import ParameterPlan
+from modelworks.layout.placement import V_SHAPED, ParameterPlan
 
 Accumulate = Literal["last", "every"]
 
@@ -111,6 +112,29 @@ def data_parallel_memory(
         keeps_buffer = zero == 1 and accumulate == "last" and cut
         gradients += wide * part * (shards if keeps_buffer else 1)
     return DataParallelMemory(parameters, accumulating, gradients)
+
+
+def memory_of_run(
+    plans: Mapping[str, ParameterPlan],
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    rank: int,
+    *,
+    micro_batches: int,
+    itemsize: int,
+) -> DataParallelMemory:
+    """`data_parallel_memory` of what `plan_parameters` plans for `rank` of a run of so many micro-batches a step."""
+    both_ends = parallel.pp > 1 and model.tie_embeddings and parallel.pp_schedule in V_SHAPED
+    return data_parallel_memory(
+        plans,
+        Layout.of(parallel),
+        rank,
+        zero=parallel.zero,
+        accumulate=parallel.accumulate_reduce,
+        micro_batches=micro_batches,
+        itemsize=itemsize,
+        gathered_whole={"embedding.weight"} if both_ends else (),
+    )
 
 
 def data_parallel_traffic(

@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass
 
 from modelworks.config import ModelConfig, ParallelConfig
-from modelworks.layout import V_SHAPED, Layout, ShardSpec, data_parallel_memory, plan_parameters, stages_of
+from modelworks.layout import V_SHAPED, Layout, ShardSpec, memory_of_run, plan_parameters, stages_of
 from modelworks.layout.pipeline import partition_layers
 from modelworks.plan.machine import Numerics
 from modelworks.plan.optimizer_bytes import FLOAT, optimizer_bytes
@@ -56,20 +56,9 @@ def stored(
     numerics: with AdamW's state, whatever the optimiser: its two moments make way for what `optimizer` keeps.
     placed: what `stages` answers, where the caller has it: balancing a hundred stages takes a tenth of a second.
     """
-    layout = Layout.of(parallel)
-    plans = plan_parameters(model, layout, parallel, rank, placed or stages(model, parallel, seq_len))
-    both_ends = parallel.pp > 1 and model.tie_embeddings and parallel.pp_schedule in V_SHAPED
+    plans = plan_parameters(model, Layout.of(parallel), parallel, rank, placed or stages(model, parallel, seq_len))
     itemsize = int(numerics.parameter)
-    data = data_parallel_memory(
-        plans,
-        layout,
-        rank,
-        zero=parallel.zero,
-        accumulate=parallel.accumulate_reduce,
-        micro_batches=micro_batches,
-        itemsize=itemsize,
-        gathered_whole={"embedding.weight"} if both_ends else (),
-    )
+    data = memory_of_run(plans, model, parallel, rank, micro_batches=micro_batches, itemsize=itemsize)
     state = (
         0 if parallel.offload != "none" else sum(_state(plan.stored, numerics, optimizer) for plan in plans.values())
     )

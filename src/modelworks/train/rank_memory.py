@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 from modelworks.config import ParallelConfig, RunConfig
 from modelworks.layout import (
-    V_SHAPED,
     DataParallelMemory,
     Layout,
-    data_parallel_memory,
+    memory_of_run,
     plan_parameters,
     stages_of,
 )
@@ -55,19 +54,9 @@ def stored_memory(config: RunConfig, rank: int, *, itemsize: int, micro_batches:
 
     itemsize: bytes of a stored parameter's element. micro_batches: of a step.
     """
-    parallel, model, layout = config.parallel, config.model, Layout.of(config.parallel)
-    plans = plan_parameters(model, layout, parallel, rank, stage_layers(config))
-    both_ends = parallel.pp > 1 and model.tie_embeddings and parallel.pp_schedule in V_SHAPED
-    data = data_parallel_memory(
-        plans,
-        layout,
-        rank,
-        zero=parallel.zero,
-        accumulate=parallel.accumulate_reduce,
-        micro_batches=micro_batches,
-        itemsize=itemsize,
-        gathered_whole={"embedding.weight"} if both_ends else (),
-    )
+    parallel, model = config.parallel, config.model
+    plans = plan_parameters(model, Layout.of(parallel), parallel, rank, stage_layers(config))
+    data = memory_of_run(plans, model, parallel, rank, micro_batches=micro_batches, itemsize=itemsize)
     return data, _state_bytes(itemsize, parallel) * sum(plan.stored.n_local for plan in plans.values())
 
 
