@@ -63,6 +63,8 @@ class Device(Entry):
     link: Link | None = None
     network_gbit_s: Figure | None = None
     network_latency_us: Figure | None = None
+    network_leaf_devices: Annotated[int, Field(gt=0)] | None = None  # below one switch or rail group; beyond it the
+    network_oversubscription: Annotated[float, Field(ge=1.0)] | None = None  # network is so many times narrower
     units: Annotated[int, Field(gt=0)] | None = None  # that share out the tiles of a product (multiprocessors)
     measured_bf16_tflops: Figure | None = None
     measured_fp8_tflops: Figure | None = None

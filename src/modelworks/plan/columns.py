@@ -23,6 +23,7 @@ Column = Any  # float | NDArray[np.float64]: numpy's own operators accept either
 Array = NDArray[np.float64]
 
 RECOMPUTE = {"none": 0.0, "selective": 1.0, "full": 2.0}
+OFFLOAD = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev")
 
 
@@ -144,6 +145,7 @@ class Split(Columns):
     recompute: 0 none, 1 selective, 2 full; what lies between 1 and 2 (or 0 and 2) recomputes so much of the layers.
     even: 1 where stages hold equally many layers as long as that divides, 0 where they are balanced with the head.
     document_length: mean tokens that attend to each other, where documents are packed and masked; else seq_len.
+    offload: of the optimiser's state, a value of `OFFLOAD`; of parameters (ZeRO-3's shards) and activations, 1 where.
     trains_weights: 0 where the large weights are frozen (low-rank adapters), so that their gradients are not computed.
     """
 
@@ -167,6 +169,8 @@ class Split(Columns):
     document_length: Column = np.inf
     trains_weights: Column = 1.0
     offload: Column = 0.0
+    offload_params: Column = 0.0
+    offload_activations: Column = 0.0
 
     @classmethod
     def of(
@@ -190,7 +194,9 @@ class Split(Columns):
             schedule=float(SCHEDULES.index(parallel.pp_schedule)),
             reduce_every=float(parallel.accumulate_reduce == "every"),
             gather_every=float(parallel.pp_gather == "micro-batch" or parallel.pp == 1),
-            offload=float(parallel.offload != "none"),
+            offload=OFFLOAD[parallel.offload],
+            offload_params=float(parallel.offload_params),
+            offload_activations=float(parallel.offload_activations),
         )
 
     @property

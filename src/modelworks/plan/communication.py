@@ -20,13 +20,13 @@ import numpy as np
 from modelworks.plan.columns import Column
 from modelworks.plan.constants import Constants
 from modelworks.plan.machine import Machine
-from modelworks.plan.topology import Group
+from modelworks.plan.topology import Group, network_share
 
 
 def bus_bandwidth(machine: Machine, group: Group, constants: Constants) -> Column:
     """Bytes a second that each rank of a ring sends."""
     inside = machine.link_bandwidth * constants.link
-    across = machine.network_bandwidth * constants.network * group.inside
+    across = machine.network_bandwidth * constants.network * network_share(machine, group.span) * group.inside
     return np.where(group.nodes > 1.0, np.minimum(inside, across), inside)
 
 
@@ -53,13 +53,17 @@ def gather_or_scatter(machine: Machine, group: Group, size: Column, constants: C
 def all_to_all(machine: Machine, group: Group, size: Column, constants: Constants) -> Column:
     """Seconds. size: bytes that a rank holds, of which 1/N stay. What leaves the node goes through its adapter."""
     n = group.size
-    away = (n - group.inside) / n * size / (machine.network_bandwidth * constants.network)
+    network = machine.network_bandwidth * constants.network * network_share(machine, group.span)
+    away = (n - group.inside) / n * size / network
     near = (group.inside - 1.0) / n * size / (machine.link_bandwidth * constants.link)
     return np.where(n > 1.0, np.maximum(away, near) + _step(machine, group), 0.0)
 
 
-def point_to_point(machine: Machine, crosses: Column, size: Column, constants: Constants) -> Column:
-    """Seconds until `size` bytes have arrived. crosses: 1 where they leave the node."""
-    far = size / (machine.network_bandwidth * constants.network) + machine.network_latency
+def point_to_point(
+    machine: Machine, crosses: Column, size: Column, constants: Constants, *, span: Column = 1.0
+) -> Column:
+    """Seconds until `size` bytes have arrived. crosses: 1 where they leave the node. span: ranks that lie between."""
+    network = machine.network_bandwidth * constants.network * network_share(machine, span)
+    far = size / network + machine.network_latency
     near = size / (machine.link_bandwidth * constants.link) + machine.link_latency
     return np.where(crosses > 0, far, near)

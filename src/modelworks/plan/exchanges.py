@@ -44,7 +44,7 @@ def layer_exchange(work: Work) -> LayerExchange:
     sums = 2.0 * all_reduce(machine, tensor, stream, constants)
     context_group = topology.context_group(split, machine)
     keys = 2.0 * split.tokens * np.maximum(shape.d_kv / split.tp, shape.head_dim) * numerics.compute
-    hop = point_to_point(machine, context_group.nodes > 1.0, keys, constants)
+    hop = point_to_point(machine, context_group.nodes > 1.0, keys, constants, span=context_group.span)
     context = (split.cp - 1.0) * hop
     rows = split.tokens * shape.experts_per_token * shape.d_model * numerics.compute / split.stream_split
     sparse = 1.0 - shape.dense_share
@@ -69,8 +69,8 @@ def send_seconds(work: Work) -> Column:
     shape, split, machine = work.shape, work.split, work.machine
     parts = np.where(work.software.scattered_sends > 0, split.tp, split.stream_split)
     size = split.tokens * shape.d_model * work.numerics.compute / parts
-    crosses = topology.pipeline_crosses(split, machine)
-    return np.where(split.pp > 1.0, point_to_point(machine, crosses, size, work.constants), 0.0)
+    crosses, apart = topology.pipeline_crosses(split, machine), split.tp * split.data_ranks
+    return np.where(split.pp > 1.0, point_to_point(machine, crosses, size, work.constants, span=apart), 0.0)
 
 
 def step_exchange(work: Work, elements: Column, expert_elements: Column) -> tuple[Column, Column]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from modelworks.config import UserError
 from modelworks.hardware import AttentionKernel, Device, Dtype
 from modelworks.plan.columns import Column, Columns
@@ -16,7 +18,8 @@ class Machine(Columns):
 
     product_rate: of the best matrix product in the dtype that the linear layers compute in; wide_product_rate: in the
     dtype of attention and head. units: that share out the tiles of a product (0: unknown, no waves). node: devices that
-    the fast link joins. network_bandwidth: per device. host_bandwidth: between a device and its host's memory.
+    the fast link joins. network_bandwidth: per device, among `leaf` neighbouring devices; `oversubscription` times less
+    beyond them. host_bandwidth: between a device and its host's memory.
     measured: the rates of a machine that was calibrated, which then stand in for all of these but memory and peak.
     """
 
@@ -32,6 +35,8 @@ class Machine(Columns):
     network_bandwidth: Column
     network_latency: Column
     host_bandwidth: Column = 25e9
+    leaf: Column = np.inf
+    oversubscription: Column = 1.0
     attention_forward: Column = 0.5
     attention_backward: Column = 0.45
     sustained: Column = 1.0
@@ -63,6 +68,8 @@ class Machine(Columns):
             link_latency=(link.latency_us if link and link.latency_us else DEFAULTS["link_latency_us"]) * 1e-6,
             network_bandwidth=network * 1e9 / 8,
             network_latency=(device.network_latency_us or DEFAULTS["network_latency_us"]) * 1e-6,
+            leaf=float(device.network_leaf_devices or np.inf),
+            oversubscription=device.network_oversubscription or 1.0,
             attention_forward=forward / (wide_product * 1e-12),
             attention_backward=backward / (wide_product * 1e-12),
             sustained=device.sustained or 1.0,

@@ -28,12 +28,12 @@ Parameters, gradients and optimiser state here are closed forms, for searches: w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from modelworks.layout.loss_chunks import CHUNK_BYTES, LEAST_TOKENS
-from modelworks.plan.columns import Column
+from modelworks.plan.columns import OFFLOAD, Column, Split
 from modelworks.plan.compute import Work
 from modelworks.plan.elements import layer_elements, layer_expert_elements
 from modelworks.plan.pipeline import V_SHAPED, Stages, in_flight, stage_counts
@@ -216,10 +216,14 @@ def rank_memory(work: Work, *, layers: Column, held: Column, ends: Column, has_l
     """
     shape, split, numerics, constants = work.shape, work.split, work.numerics, work.constants
     parameters, gradients, optimizer = stored_bytes(work, layers, ends)
+    parameters = np.where(_parameters_wait(split), 0.0, parameters)
     layer = layer_activations(work)
     stream = split.tokens * shape.d_model / split.stream_split
     # outside the layers: the embedding's result, and the input of the final norm or of the head
-    activations = layers * held * layer + 2.0 * held * stream * numerics.stream + layers * _copied_weights(work)
+    kept = layers * held
+    # what waits in the host's memory leaves one layer's worth that is used and one that is fetched
+    kept = np.where(split.offload_activations > 0, np.minimum(kept, 2.0), kept)
+    activations = kept * layer + 2.0 * held * stream * numerics.stream + layers * _copied_weights(work)
     partly = np.clip(split.recompute - 1.0, 0.0, 1.0) > 0
     working = np.where(partly, _kept(work, "none"), np.where(split.recompute > 0, _kept(work, "none") - layer, 0.0))
     loss = has_loss * loss_bytes(work)
@@ -233,3 +237,21 @@ def rank_memory(work: Work, *, layers: Column, held: Column, ends: Column, has_l
     communicators = (split.tp > 1) * 1.0 + (split.pp > 1) + (split.data_ranks > 1)
     context = constants.context + communicators * constants.communicator
     return Memory(parameters, gradients, optimizer, activations, working, loss, gather, buffers, slack, context)
+
+
+def host_memory(work: Work) -> Column:
+    """Bytes in the memory of one host, for the devices of its node: what they keep there. Saved on disk (NVMe), the
+    optimiser's state takes none; copies for saving are not counted."""
+    split, machine = work.split, work.machine
+    at_home = replace(work, split=split.with_(offload=0.0))
+    stages = stage_counts(work.shape, split, 0.0)
+    parameters, _, state = stored_bytes(at_home, stages.first, np.where(split.pp > 1.0, 1.0, 2.0 - work.shape.tied))
+    activations = stages.first * in_flight(split) * layer_activations(work)
+    each = np.where(split.offload == OFFLOAD["cpu"], state, 0.0)
+    each = each + np.where(_parameters_wait(split), parameters, 0.0)
+    each = each + np.where(split.offload_activations > 0, activations, 0.0)
+    return each * np.minimum(machine.node, split.world)
+
+
+def _parameters_wait(split: Split) -> Column:
+    return (split.offload_params > 0) & (split.zero >= 3.0)

@@ -14,9 +14,10 @@ import numpy as np
 
 from modelworks.plan.columns import Column
 from modelworks.plan.compute import LayerTime, Passes, Work, head_time, layer_time, recomputed_seconds
-from modelworks.plan.elements import rank_elements
+from modelworks.plan.elements import layer_elements, rank_elements
 from modelworks.plan.exchanges import beside, layer_exchange, send_seconds, step_exchange
 from modelworks.plan.measured_step import measured_head, measured_layer, measured_parts, measured_send
+from modelworks.plan.memory import layer_activations
 from modelworks.plan.pipeline import Stages, makespan, stage_counts
 
 
@@ -142,8 +143,9 @@ def _layer(work: Work) -> _Layer:
     # ZeRO-3 gathers for each micro-batch anew, and reduces each (or sums and reduces once)
     gathers = np.where(split.gather_every > 0, 1.0, 1.0 / split.n_micro_batches)
     reduces = np.where(split.reduce_every > 0, 1.0, 1.0 / split.n_micro_batches)
-    gather = beside(work, exchange.gather * gathers, passes.forward, overlap)
-    gather_backward = beside(work, exchange.gather * gathers + exchange.scatter * reduces, backward, overlap)
+    host = _host_seconds(work, gathers)
+    gather = beside(work, exchange.gather * gathers + host, passes.forward, overlap)
+    gather_backward = beside(work, exchange.gather * gathers + exchange.scatter * reduces + host, backward, overlap)
     exposed_forward = tensor + context + experts + gather
     exposed_backward = tensor + context_backward + experts + gather_backward
     return _Layer(
@@ -156,6 +158,15 @@ def _layer(work: Work) -> _Layer:
         exposed_forward=exposed_forward,
         launch=_launch_seconds(work, passes.forward + exposed_forward, backward + exposed_backward),
     )
+
+
+def _host_seconds(work: Work, gathers: Column) -> Column:
+    """A layer's traffic with the host in each pass: the shard that is gathered, and what the backward pass needs."""
+    split, numerics = work.split, work.numerics
+    shard = layer_elements(work.shape, split) * numerics.parameter / split.shards * gathers
+    waits = (split.offload_params > 0) & (split.zero >= 3.0)
+    moved = np.where(waits, shard, 0.0) + np.where(split.offload_activations > 0, layer_activations(work), 0.0)
+    return moved / work.machine.host_bandwidth
 
 
 def _launch_seconds(work: Work, forward: Column, backward: Column) -> Passes:

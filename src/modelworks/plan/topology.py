@@ -2,8 +2,8 @@
 
 That is the order of `modelworks.layout`. A node holds `node` consecutive ranks, so an axis whose ranks lie `stride`
 apart has `node / stride` of its group in one node, as long as the strides of the axes below it fit. What does not fit
-crosses the network; then all groups of a node share its adapters, one adapter for each device, so that a group with g
-ranks in a node has g adapters' bandwidth.
+crosses the network, and beyond a leaf switch the oversubscribed part of it; then all groups of a node share its
+adapters, one adapter for each device, so that a group with g ranks in a node has g adapters' bandwidth.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from modelworks.plan.machine import Machine
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ranks that exchange. size: ranks. inside: of them, those in one node (1: each in its own)."""
+    """A group of ranks that exchange. size: ranks. inside: of them, those in one node (1: each in its own). span: all
+    ranks from the first of them to the last."""
 
     size: Column
     inside: Column
+    span: Column = 1.0
 
     @property
     def nodes(self) -> Column:
@@ -31,7 +33,12 @@ class Group:
 def group(machine: Machine, stride: Column, size: Column) -> Group:
     """`size` ranks that lie `stride` apart."""
     inside = np.clip(machine.node / stride, 1.0, size)
-    return Group(size, inside)
+    return Group(size, inside, stride * size)
+
+
+def network_share(machine: Machine, span: Column) -> Column:
+    """What is left of the network's bandwidth for ranks so far apart: all of it below one leaf switch."""
+    return np.where(span > machine.leaf, 1.0 / machine.oversubscription, 1.0)
 
 
 def tensor_group(split: Split, machine: Machine) -> Group:
