@@ -1,4 +1,4 @@
-"""A whole run whose checkpoints go to object storage: saved in the background, resumed from, pruned, read as a model."""
+"""A whole run whose checkpoints go to object storage: saved to, resumed from, pruned, read as a model."""
 
 from __future__ import annotations
 

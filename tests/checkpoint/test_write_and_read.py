@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from modelworks.checkpoint import (
     Checkpoint,
     CheckpointError,
-    explain,
     open_checkpoint,
     write_checkpoint,
 )
 from modelworks.checkpoint.formats.safetensors_files import SafetensorsFile, write_safetensors
+from modelworks.checkpoint.local_storage import LocalWritable
 from modelworks.config import ModelConfig, RunConfig
 
 CONFIG = RunConfig(model=ModelConfig(n_layers=2, d_model=8, n_heads=2, vocab_size=8192, d_ff=16))
@@ -63,7 +63,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert checkpoint.sections() == ["model", "optimizer"]
     assert_holds(checkpoint)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000007\n"
-    assert explain(path) == []
+    checkpoint.verify()
 
 
 def test_shards_and_tied_weights(tmp_path: Path) -> None:
@@ -97,7 +97,8 @@ def test_files_agree_with_the_safetensors_library(
     generator = torch.Generator().manual_seed(seed)
     dtypes = [torch.float64, torch.bfloat16, torch.float32]
     values = {f"t{i}": torch.randn(s, generator=generator).to(dtypes[i % 3]) for i, s in enumerate(shapes)}
-    write_safetensors(directory / "ours", {n: (v.dtype, tuple(v.shape)) for n, v in values.items()}, values.__getitem__)
+    with LocalWritable(directory).create("ours") as file:
+        write_safetensors(file, list(values.items()))
     theirs = load_file(directory / "ours")
     save_file(values, directory / "theirs")
     ours = SafetensorsFile(directory / "theirs")

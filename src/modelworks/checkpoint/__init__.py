@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.places import configured_storage as configured_storage
     from modelworks.checkpoint.places import find_folder as find_folder
     from modelworks.checkpoint.places import find_storage as find_storage
+    from modelworks.checkpoint.places import names_in as names_in
     from modelworks.checkpoint.read import Checkpoint as Checkpoint
     from modelworks.checkpoint.read import check_shapes as check_shapes
-    from modelworks.checkpoint.read import explain as explain
     from modelworks.checkpoint.read import open_checkpoint as open_checkpoint
     from modelworks.checkpoint.retention import Retention as Retention
     from modelworks.checkpoint.retention import best_checkpoint as best_checkpoint
@@ -79,12 +79,12 @@ _OFFERS = {
     "configured_storage": "places",
     "convert": "conversion",
     "describe_model": "import_sources",
-    "explain": "read",
     "explain_unfinished": "listing",
     "find_folder": "places",
     "find_storage": "places",
     "list_checkpoints": "listing",
     "load_model": "loading",
+    "names_in": "places",
     "names_manifest": "listing",
     "open_checkpoint": "read",
     "open_model": "loading",

@@ -26,10 +26,6 @@ class Scheme:
     block_bytes: int
     digest: Callable[[Any], str]
 
-    def n_blocks(self, size: int) -> int:
-        """Blocks of a piece of `size` bytes."""
-        return -(-size // self.block_bytes)
-
     def of_blocks(self, data: memoryview) -> str:
         """The digests of a piece's blocks in order, one after the other."""
         step = self.block_bytes

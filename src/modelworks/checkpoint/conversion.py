@@ -9,7 +9,6 @@ is written under a temporary name and renamed, so a failed one leaves nothing at
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import re
@@ -32,7 +31,7 @@ from modelworks.checkpoint.formats.source import ModelSource
 from modelworks.checkpoint.import_sources import open_source
 from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.loading import open_model
-from modelworks.checkpoint.local_storage import in_use
+from modelworks.checkpoint.local_storage import in_use, lock_directory
 from modelworks.checkpoint.manifest import MANIFEST, read_manifest
 from modelworks.checkpoint.names import TEMPORARY, is_step
 from modelworks.checkpoint.part import MAX_SHARD_BYTES
@@ -112,9 +111,8 @@ def _workplace(destination: Path) -> Iterator[Path]:
             shutil.rmtree(path)
     workplace = parent / f"{prefix}{secrets.token_hex(4)}"
     workplace.mkdir()
-    lock = os.open(workplace, os.O_RDONLY)
+    lock = lock_directory(workplace)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield workplace
     finally:
         shutil.rmtree(workplace, ignore_errors=True)

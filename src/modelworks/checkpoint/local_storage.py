@@ -72,12 +72,7 @@ class LocalFolder:
         return b"".join(parts)
 
     def read_into(self, file: str, start: int, buffer: memoryview) -> int:
-        with self._place(file).open("rb", buffering=0) as opened:
-            opened.seek(start)
-            filled = 0
-            while filled < len(buffer) and (count := opened.readinto(buffer[filled : filled + (1 << 30)])):
-                filled += count
-        return filled
+        return read_into(self._place(file), start, buffer)
 
     def local(self) -> Path | None:
         return self.path
@@ -181,7 +176,7 @@ class LocalStorage:
         attempt = f"{name}-{secrets.token_hex(4)}"
         directory = self._temporary(attempt)
         directory.mkdir()
-        self._locks[attempt] = _locked(directory)
+        self._locks[attempt] = lock_directory(directory)
         return attempt
 
     def writing(self, attempt: str) -> LocalWritable:
@@ -303,6 +298,28 @@ class LocalStorage:
             os.close(descriptor)
 
 
+def read_into(path: Path, start: int, buffer: memoryview) -> int:
+    """Fill `buffer` (writable bytes) from byte `start` of a file; the number of bytes filled, fewer where it ends."""
+    with path.open("rb", buffering=0) as opened:
+        opened.seek(start)
+        filled = 0
+        while filled < len(buffer) and (count := opened.readinto(buffer[filled : filled + (1 << 30)])):
+            filled += count
+    return filled
+
+
+def lock_directory(directory: Path) -> int:
+    """The descriptor that holds its lock, by which `in_use` knows a living writer."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:  # without locks, leftovers are never swept: space is lost, nothing else
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
 def in_use(path: Path) -> bool:
     """Whether a living writer holds its lock; a file system without locks counts as in use, to be safe."""
     try:
@@ -352,17 +369,6 @@ class _File:
                 os.posix_fadvise(self._descriptor, self._end, size, os.POSIX_FADV_DONTNEED)
         self._end += size
         return size
-
-
-def _locked(directory: Path) -> int:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:  # without locks, leftovers are never swept: space is lost, nothing else
-            os.close(descriptor)
-            raise
-    return descriptor
 
 
 def _name_of(attempt: str) -> str:

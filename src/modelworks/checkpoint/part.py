@@ -18,7 +18,7 @@ from torch import Tensor
 
 from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.faults import reached
-from modelworks.checkpoint.formats.safetensors_files import DTYPE_NAMES, write_shard
+from modelworks.checkpoint.formats.safetensors_files import DTYPE_NAMES, write_safetensors
 from modelworks.checkpoint.grid import Box
 from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.owners import Shard
@@ -108,7 +108,7 @@ class PartWriter:
             name = self._folder.file_name(stem, ".safetensors")
             reached("before a shard file")
             with self._folder.create(name) as file:
-                written = write_shard(file, [(shard.key, self._checked(shard)) for shard in filled])
+                written = write_safetensors(file, [(shard.key, self._checked(shard)) for shard in filled])
                 reached("shard file written")
             reached("shard file durable")
             checksums = written.checksums

@@ -35,7 +35,7 @@ from modelworks.checkpoint.manifest import (
     parse_run,
     read_manifest,
 )
-from modelworks.checkpoint.names import MANIFEST, MANIFEST_CHECKSUM, MANIFEST_CRC, TEMPORARY
+from modelworks.checkpoint.names import MANIFEST
 from modelworks.checkpoint.shard_reader import ShardReader
 from modelworks.checkpoint.storage import Folder, check_inside, open_folder
 from modelworks.checkpoint.tensor_entries import TensorEntry
@@ -247,25 +247,3 @@ def check_shapes(
     if problems:
         more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
         raise CheckpointError(f"{where} is of another model: {'; '.join(problems[:limit])}{more}")
-
-
-def explain(where: Path | str) -> list[str]:
-    """What a checkpoint lacks to be complete and whole, one sentence each; an empty list when it is."""
-    folder = open_folder(where)
-    present = folder.list()
-    local = folder.local()
-    if not present and (local is None or not local.is_dir()):
-        return [f"{folder.label} does not exist"]
-    lacks = []
-    if folder.name.startswith(TEMPORARY):
-        lacks.append("its name is that of an unfinished write: the writer was stopped before it renamed it")
-    if MANIFEST_CHECKSUM not in present and MANIFEST_CRC not in present:
-        lacks.append(f"{MANIFEST_CHECKSUM} is missing")
-    if MANIFEST not in present:
-        lacks.append(f"{MANIFEST} is missing")
-        return [*lacks, f"present: {', '.join(present) or 'nothing'}; the manifest is written last"]
-    try:
-        open_checkpoint(folder).verify()
-    except (CheckpointError, OSError) as error:
-        lacks.append(str(error))
-    return lacks

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modelworks.checkpoint.commit import Identity, write_manifest
 from modelworks.checkpoint.errors import CheckpointError
-from modelworks.checkpoint.formats.safetensors_files import DTYPE_NAMES, plan_shards, volume_bytes, write_shard
+from modelworks.checkpoint.formats.safetensors_files import DTYPE_NAMES, plan_shards, volume_bytes, write_safetensors
 from modelworks.checkpoint.grid import whole_box
 from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.local_storage import LocalStorage
@@ -105,7 +105,7 @@ def _write_part(folder: WritableFolder, sections: Sections, max_shard_bytes: int
         stem = "rank-00000" if not files else f"rank-00000-{len(files) + 1}"
         name = folder.file_name(stem, ".safetensors")
         with folder.create(name) as file:
-            written = write_shard(file, [(key, unique[key]) for key in keys])
+            written = write_safetensors(file, [(key, unique[key]) for key in keys])
         place |= {key: (len(files), checksums) for key, checksums in written.checksums.items()}
         files.append(File(name, written.bytes, written.header))
     pieces = []

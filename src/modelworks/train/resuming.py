@@ -21,6 +21,7 @@ from modelworks.checkpoint import (
     LocalStorage,
     Storage,
     configured_storage,
+    names_in,
     open_checkpoint,
     open_storage,
 )
@@ -69,7 +70,7 @@ def check_storage(config: RunConfig, storage: Storage, *, resume: bool, overwrit
 
     ours: this run's directory says already that it saves there, under whatever name.
     """
-    names = _names(storage)
+    names = names_in(storage)
     if resume and ours and not names and isinstance(storage, LocalStorage) and not storage.was_held():
         raise UserError(
             f"checkpoint.storage: {storage.label} is not where this run saved until now: it is gone, or its disk is "
@@ -107,7 +108,7 @@ def find_candidate(
     damaged = len(unusable)
     for place in _places(config, run_dir):
         storage = open_storage(place)
-        for name in reversed(_names(storage)):
+        for name in reversed(names_in(storage)):
             candidate = Candidate(place, name)
             if candidate in unusable:
                 continue
@@ -156,13 +157,6 @@ def newest_checkpoint(config: RunConfig, run_dir: Path) -> str | None:
         candidate = find_candidate(config, run_dir, Console(quiet=True))
         return None if candidate is None else open_storage(candidate.place).folder(candidate.name).label
     return None
-
-
-def _names(storage: Storage) -> list[str]:
-    try:
-        return storage.checkpoints()
-    except OSError as error:
-        raise UserError(f"checkpoint.storage: {storage.label} cannot be read: {error.strerror or error}") from None
 
 
 def _places(config: RunConfig, run_dir: Path) -> list[str]:

@@ -28,6 +28,7 @@ from modelworks.checkpoint.formats.safetensors_files import (
 )
 from modelworks.checkpoint.formats.source import ModelSource
 from modelworks.checkpoint.lazy_tensor import LazyTensor
+from modelworks.checkpoint.local_storage import LocalWritable
 from modelworks.config import ModelConfig, UserError, parameter_shapes
 from modelworks.data import Tokenizer
 from modelworks.models import (
@@ -96,12 +97,8 @@ def export_hugging_face(source: ModelSource, directory: Path, *, max_shard_bytes
     shards = plan_shards({name: volume_bytes(t.shape, t.dtype) for name, t in theirs.items()}, max_shard_bytes)
     files = shard_names("model", len(shards))
     for file, names in zip(files, shards, strict=True):
-        write_safetensors(
-            directory / file,
-            {name: (theirs[name].dtype, theirs[name].shape) for name in names},
-            lambda name: theirs[name].load(),
-            metadata={"format": "pt"},
-        )
+        with LocalWritable(directory).create(file) as opened:
+            write_safetensors(opened, [(name, theirs[name]) for name in names], metadata={"format": "pt"})
     if len(files) > 1:
         total = sum(volume_bytes(tensor.shape, tensor.dtype) for tensor in theirs.values())
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}

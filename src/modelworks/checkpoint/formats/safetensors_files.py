@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from torch import Tensor
 from modelworks.checkpoint.checksums import XXH3
 from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.lazy_tensor import LazyTensor, loaded
+from modelworks.checkpoint.local_storage import read_into
 from modelworks.checkpoint.storage import Output
 
 DTYPES: dict[str, torch.dtype] = {
@@ -85,58 +84,13 @@ class SafetensorsFile:
         info = self.tensors[name]
         tensor = torch.empty(info.shape, dtype=info.dtype)
         buffer = memoryview(byte_view(tensor))
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self._data_start + info.begin)
-            filled = 0
-            while filled < len(buffer):
-                count = file.readinto(buffer[filled : filled + (1 << 30)])
-                if not count:
-                    raise CheckpointError(f"{self.path}: ends inside tensor `{name}`; the file is truncated")
-                filled += count
+        if read_into(self.path, self._data_start + info.begin, buffer) < len(buffer):
+            raise CheckpointError(f"{self.path}: ends inside tensor `{name}`; the file is truncated")
         return tensor
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written: size of the whole file, its CRC-32, and each tensor's own CRC-32 and byte count."""
-
-    bytes: int
-    crc32: int
-    tensors: dict[str, tuple[int, int]]
-
-
-def write_safetensors(
-    path: Path,
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    value: Callable[[str], Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> WrittenFile:
-    """Write one file, tensor by tensor, and fsync it.
-
-    value: name -> tensor, called once for each, so that one tensor is in memory at a time. Raises OSError (a full
-    disk) as it comes; the file is then incomplete and the caller removes it.
-    """
-    prefix, names = _header(shapes, metadata)
-    checksums: dict[str, tuple[int, int]] = {}
-    with path.open("wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(prefix))
-        total, whole = len(prefix), zlib.crc32(prefix)
-        for name in names:
-            data = _bytes_of(name, value(name), *shapes[name])
-            own = 0
-            for start in range(0, len(data), _CHUNK):
-                chunk = data[start : start + _CHUNK]
-                own, whole = zlib.crc32(chunk, own), zlib.crc32(chunk, whole)
-                _write_all(file.fileno(), chunk)
-            checksums[name] = (len(data), own)
-            total += len(data)
-            data = chunk = memoryview(b"")  # else this tensor would be in memory beside the next one
-        os.fsync(file.fileno())
-    return WrittenFile(total, whole, checksums)
-
-
-@dataclass(frozen=True)
-class WrittenShard:
     """What a checkpoint's manifest says of a file. bytes: of the whole file. header: digest of everything before the
     tensors. checksums: name -> the digests of the tensor's blocks, one after the other."""
 
@@ -145,13 +99,15 @@ class WrittenShard:
     checksums: dict[str, str]
 
 
-def write_shard(file: Output, tensors: Sequence[tuple[str, Tensor | LazyTensor]]) -> WrittenShard:
-    """Write a whole safetensors file of a checkpoint to an open file, hashing what is written.
+def write_safetensors(
+    file: Output, tensors: Sequence[tuple[str, Tensor | LazyTensor]], metadata: Mapping[str, str] | None = None
+) -> WrittenFile:
+    """Write a whole safetensors file to an open file, hashing what is written.
 
     A lazy tensor is made when its turn comes, so that one is in memory at a time; tensors of an accelerator are copied
     one at a time too. Raises OSError as it comes.
     """
-    header, names = _header({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors})
+    header, names = _header({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}, metadata)
     values = dict(tensors)
     checksums: dict[str, str] = {}
     total = file.write(header)
@@ -165,7 +121,7 @@ def write_shard(file: Output, tensors: Sequence[tuple[str, Tensor | LazyTensor]]
             total += file.write(chunk)
         checksums[name] = "".join(digests)
         data = chunk = memoryview(b"")  # else this tensor would be in memory beside the next one
-    return WrittenShard(total, XXH3.digest(header), checksums)
+    return WrittenFile(total, XXH3.digest(header), checksums)
 
 
 class ShardedSafetensors:
@@ -268,7 +224,7 @@ def volume_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def _header(
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[str]]:
     """All bytes before the tensors, and the order in which they follow."""
     if sys.byteorder != "little":
@@ -360,8 +316,3 @@ def _problem(entry: object) -> str | None:
 def byte_view(tensor: Tensor) -> Any:
     """The tensor's bytes as a flat uint8 array, without a copy where it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while len(data):
-        data = data[os.write(descriptor, data) :]

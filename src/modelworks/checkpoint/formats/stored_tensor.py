@@ -11,6 +11,7 @@ from torch import Tensor
 
 from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.formats.safetensors_files import byte_view
+from modelworks.checkpoint.local_storage import read_into
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,6 @@ class StoredTensor:
         """`count` elements of the storage from `start`."""
         out = torch.empty(count, dtype=self.dtype)
         buffer = memoryview(byte_view(out))
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.begin + start * self.dtype.itemsize)
-            filled = 0
-            while filled < len(buffer):
-                read = file.readinto(buffer[filled : filled + (1 << 30)])
-                if not read:
-                    raise CheckpointError(f"{self.path}: ends inside a tensor; the file is truncated")
-                filled += read
+        if read_into(self.path, self.begin + start * self.dtype.itemsize, buffer) < len(buffer):
+            raise CheckpointError(f"{self.path}: ends inside a tensor; the file is truncated")
         return out
