@@ -61,6 +61,22 @@ def test_small_tensors_and_embeddings_stay_wide() -> None:
     assert optimizer_bytes("adam8bit", (100, 100), held=(10, 100)) == 2 * (1000 + 4 * 4)
 
 
+@pytest.mark.parametrize(
+    ("shape", "adam", "lion"),
+    [
+        ((4095,), 32_760, 16_380),
+        ((4096,), 8_320, 4_160),
+        ((100, 77), 15_648, 7_824),
+        ((64, 65), 8_456, 4_228),
+        ((1000, 513), 1_042_032, 521_016),
+    ],
+)
+def test_as_many_bytes_as_bitsandbytes_allocates(shape: tuple[int, ...], adam: int, lion: int) -> None:
+    """Read off bitsandbytes 0.50.2 (Adam8bit, AdamW8bit, Lion8bit after a step), without its tables of code values."""
+    assert optimizer_bytes("adam8bit", shape) == optimizer_bytes("adamw8bit", shape) == adam
+    assert optimizer_bytes("lion8bit", shape) == lion
+
+
 def test_experts_are_matrices_of_their_own() -> None:
     assert optimizer_bytes("adafactor", (8, 30, 20)) == 8 * optimizer_bytes("adafactor", (30, 20)) == 8 * 4 * 50
     assert optimizer_bytes("muon", (8, 30, 20)) == 4 * 8 * 600

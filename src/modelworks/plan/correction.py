@@ -6,8 +6,8 @@ predicted step. Trees say nothing about what lies beyond their rows. A row is th
 its features lies within what was trained on, and where some trained row is as near as trained rows are to each other;
 elsewhere the analytic prediction stands, untouched.
 
-It is never applied unasked. On published measurements it makes sources that it has not seen *worse* (docs/plan-model.md
-has the figures): what is left over there is each source's own. It is for rows of one's own cluster and program.
+It is never applied unasked. On published measurements it makes sources that it has not seen *worse* (figures in
+docs/plan-correction.md): what is left over there is each source's own. It is for rows of one's own cluster and program.
 """
 
 from __future__ import annotations
