@@ -1,6 +1,7 @@
 """Documentation runs: every `bash` and `python` block of the README and of docs/ is executed.
 
-Blocks of one page run in order in one temporary directory, as a reader would type them. Training commands are
+Blocks of one page run in order in one temporary directory, as a reader would type them, each in a process of its own
+(`pool.run_warm`; that the installed program starts is seen in tests/cli). Training commands are
 shrunk by overrides appended here; nothing else is changed. What may stand in a `bash` block is listed below, so a
 command that nobody tests cannot slip in.
 """
@@ -10,13 +11,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pool import run_warm
 
 from modelworks.config import load_run_config
 from modelworks.layout import Layout
@@ -84,12 +87,23 @@ def tiny_overrides(corpus: Path, cache: Path) -> list[str]:
     ]
 
 
-def run(command: list[str], where: Path, line: str) -> None:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, (
-        f"`{line}` exited with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    )
+def run(target: Callable[..., Any], argument: Any, where: Path, line: str) -> None:
+    ended = run_warm(target, argument, where=where)
+    assert ended.code == 0, f"`{line}` exited with {ended.code}:\n{ended.output[-4000:]}"
+
+
+def command_line(words: list[str]) -> None:
+    """What the console script does, in a process of its own."""
+    from modelworks.cli.main import run
+
+    sys.argv = words
+    run()
+
+
+def program(text: str) -> None:
+    """`python -W error -c text`, in a process of its own."""
+    warnings.simplefilter("error")
+    exec(compile(text, "<block>", "exec"), {"__name__": "__main__"})
 
 
 def check_mention(words: list[str], where: str) -> bool:
@@ -115,7 +129,7 @@ def test_blocks_run(page: Path, corpus: Path, tmp_path: Path, tmp_path_factory: 
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
         if block.language == "python":
-            run([sys.executable, "-W", "error", "-c", block.text], tmp_path, where)
+            run(program, block.text, tmp_path, where)
         if block.language != "bash":
             continue
         for line in commands(block):
@@ -127,7 +141,7 @@ def test_blocks_run(page: Path, corpus: Path, tmp_path: Path, tmp_path_factory: 
                 words += tiny_overrides(corpus, cache)
             if words[1:3] == ["data", "build"]:
                 words += tiny_overrides(corpus, cache)[:6]
-            run(words, tmp_path, where)
+            run(command_line, words, tmp_path, where)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -176,4 +190,5 @@ def train_recipe(mesh: Any, recipe: str, overrides: list[str], run_dir: str) -> 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_recipes_train(recipe: Path, corpus: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = tmp_path_factory.getbasetemp() / "documentation-data"
-    run(["modelworks", "train", str(recipe), *tiny_overrides(corpus, cache)], tmp_path, recipe.name)
+    words = ["modelworks", "train", str(recipe), *tiny_overrides(corpus, cache)]
+    run(command_line, words, tmp_path, recipe.name)

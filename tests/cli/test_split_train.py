@@ -20,7 +20,7 @@ from modelworks.config import dump_yaml
 from modelworks.records import read_records
 from modelworks.train import preparation
 
-STEPS = 80  # enough that a signal comes in the middle
+STEPS = 80  # enough that a signal and a kill come before the end
 COMMAND = [sys.executable, "-m", "modelworks"]
 
 
@@ -80,7 +80,8 @@ def reference(place: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_signal_saves_exits_with_75_and_the_run_goes_on_exactly(place: Path, reference: Path) -> None:
+def test_after_a_signal_and_after_a_killed_rank_the_run_goes_on_exactly(place: Path, reference: Path) -> None:
+    """The signal saves and exits with 75; the rank ends the run and is named. The same run has both, one by one."""
     with started(place, "name=stopped") as process:
         until_step(process, 20)
         process.send_signal(signal.SIGTERM)
@@ -89,14 +90,9 @@ def test_a_signal_saves_exits_with_75_and_the_run_goes_on_exactly(place: Path, r
     last = out.strip().splitlines()[-1]
     assert last.startswith("stopped by SIGTERM at step ")
     assert last.endswith("train tiny.yaml parallel.tp=2 name=stopped --resume")
-    assert finish(place, "name=stopped", "--resume")["steps"] == STEPS
-    assert losses(place / "runs" / "stopped") == losses(reference)
 
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_run_and_is_named_and_the_run_goes_on_exactly(place: Path, reference: Path) -> None:
-    with started(place, "name=killed") as process:
-        until_step(process, 20)
+    with started(place, "name=stopped", "--resume") as process:
+        until_step(process, 50)
         ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.create_time())
         assert len(ranks) == 2
         ranks[1].kill()
@@ -104,10 +100,10 @@ def test_a_killed_rank_ends_the_run_and_is_named_and_the_run_goes_on_exactly(pla
     assert process.returncode == 1
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: rank 1 was killed (SIGKILL); it was last doing: step ")
-    assert "; the last good checkpoint is runs/killed/checkpoints/step-000000" in line
+    assert "; the last good checkpoint is runs/stopped/checkpoints/step-000000" in line
     assert line.endswith(", go on with --resume")
-    assert finish(place, "name=killed", "--resume")["steps"] == STEPS
-    assert losses(place / "runs" / "killed") == losses(reference)
+    assert finish(place, "name=stopped", "--resume")["steps"] == STEPS
+    assert losses(place / "runs" / "stopped") == losses(reference)
 
 
 def torchrun(place: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -65,7 +65,7 @@ def test_each_element_is_counted_once(case: tuple[ModelConfig, ParallelConfig]) 
     assert all((count == 1).all() for count in counts.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases())
 def test_gradients_of_all_holders_are_summed(case: tuple[ModelConfig, ParallelConfig]) -> None:
     """Ranks that hold the same elements and see different things are joined by the groups that the plan names."""

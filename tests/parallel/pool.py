@@ -21,14 +21,18 @@ import importlib
 import multiprocessing
 import os
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 # What most jobs import, torch first of all. Only imported there, never used, so that the process stays one thread.
-_IMPORTED = ["torch", "pytest", "hypothesis", "modelworks.parallel.mesh", "modelworks.train.loop",
+_IMPORTED = ["torch", "torch._dynamo", "torch.utils.tensorboard.summary", "pytest", "hypothesis",
+             "modelworks.cli.train", "modelworks.cli.train_rank", "modelworks.report", "modelworks.train.job",
              "modelworks.verify.verdict"]  # fmt: skip
 
 
@@ -100,13 +104,47 @@ class WorkerPool:
             theirs.close()
 
 
-def forked(target: Callable[..., Any], *arguments: Any) -> Any:
+def forked(target: Callable[..., Any], *arguments: Any, daemon: bool = True) -> Any:
     """A process that runs `target(*arguments)`, a copy of one that has done nothing but import."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
-    process = context.Process(target=target, args=arguments, daemon=True)
+    process = context.Process(target=target, args=arguments, daemon=daemon)
     process.start()
     return process
+
+
+@dataclass(frozen=True)
+class Ended:
+    """code: negative where a signal ended it. output: stdout and stderr."""
+
+    code: int
+    output: str
+
+
+def run_warm(target: Callable[..., Any], *arguments: Any, where: Path, timeout: float = 240.0) -> Ended:
+    """`target(*arguments)` in a process of its own in the directory `where`, as `python -c` would and without its two
+    seconds of imports. What it raises, `SystemExit` included, ends it as it would end Python."""
+    with tempfile.NamedTemporaryFile() as file:
+        process = forked(_redirected, file.name, str(where), dict(os.environ), target, arguments, daemon=False)
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        ended = Ended(process.exitcode, Path(file.name).read_text(encoding="utf-8", errors="replace"))
+        process.close()
+    return ended
+
+
+def _redirected(
+    file: str, where: str, environment: dict[str, str], target: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.chdir(where)
+    os.environ.clear()
+    os.environ.update(environment)
+    written = os.open(file, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(written, stream)
+    target(*arguments)
 
 
 def _serve(pipe: Connection, port: int) -> None:

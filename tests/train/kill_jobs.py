@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from run_files import assert_same_weights, series
 
 from modelworks.checkpoint import CheckpointError, open_checkpoint
 from modelworks.checkpoint.faults import at_each_point
+from modelworks.checkpoint.names import LOCK
 from modelworks.cli import main as command_line
 from modelworks.cli.train_rank import run_rank
 from modelworks.config import load_run_config
@@ -46,16 +48,32 @@ def finish(config: Path, runs_dir: Path, *, resume: bool) -> None:
     assert not kill(config, runs_dir, NEVER, resume=resume)
 
 
-def kill(config: Path, runs_dir: Path, how: Kill, *, resume: bool = False) -> bool:
-    """Train `config` in a process, or on its ranks, until it is killed. Whether it was: False where it ended first."""
+def fresh(arguments: dict[str, Any]) -> tuple[int, str]:
+    """`run` in a process that starts from nothing: how it ended, and what it said."""
+    command = [sys.executable, __file__, json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
+
+
+def kill(
+    config: Path,
+    runs_dir: Path,
+    how: Kill,
+    *,
+    resume: bool = False,
+    start: Callable[[dict[str, Any]], tuple[int, str]] = fresh,
+) -> bool:
+    """Train `config` in a process, or on its ranks, until it is killed. Whether it was: False where it ended first.
+
+    start: what runs `run` in a process of its own, where one is enough.
+    """
     run = load_run_config(config)
     layout = Layout.of(run.parallel)
     if layout.world_size == 1:
         arguments = {"config": str(config), "runs_dir": str(runs_dir), "resume": resume, **vars(how)}
-        command = [sys.executable, __file__, json.dumps(arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
-        return done.returncode != 0
+        code, said = start(arguments)
+        assert code in (0, -signal.SIGKILL), said
+        return code != 0
     run_dir = runs_dir / run.name
     arguments = {"config": config.read_text(), "run_dir": str(run_dir), "resume": resume, **vars(how)}
     try:
@@ -107,8 +125,8 @@ def complete_steps(directory: Path) -> list[int]:
 
 
 def leftovers(directory: Path) -> list[str]:
-    """Hidden names, which only work in progress may have."""
-    return [path.name for path in directory.iterdir() if path.name.startswith(".")]
+    """Hidden names, which only work in progress may have; but for the lock, which nobody holds any more."""
+    return [path.name for path in directory.iterdir() if path.name.startswith(".") and path.name != LOCK]
 
 
 def _killer(point: str, count: int) -> Any:
