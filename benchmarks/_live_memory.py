@@ -1,0 +1,79 @@
+"""The most bytes of tensors that each rank of a run holds at once, as torch's allocator counts them.
+
+A step is the trainer's own; what is left out is the loop around it (data, records, checkpoints). Every allocation of
+the process is seen from before the model is built, so nothing is assumed about what lives already.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from modelworks.config import RunConfig, dump_yaml, parse_run_config
+from modelworks.data.batch import Batch
+from modelworks.layout import Layout
+from modelworks.optim import build_optimizer
+from modelworks.parallel import build_mesh, joined, launch, process_group, split_model
+from modelworks.train import PRECISIONS, apply_gradients, compute_gradients, data_rows
+
+STEPS = 3
+
+
+def live_peaks(config: RunConfig) -> list[int]:
+    """Bytes, by rank. config: resolved, on a CPU."""
+    with tempfile.TemporaryDirectory() as directory:
+        world_size = Layout.of(config.parallel).world_size
+        arguments = {"config": dump_yaml(config)}
+        return launch("benchmarks._live_memory:run_rank", world_size, arguments, directory=Path(directory))
+
+
+def run_rank(config: str) -> int:
+    """On each rank."""
+    parsed, world = parse_run_config(config, "the run"), joined()
+    assert world is not None
+    device = torch.device("cpu")
+    traced = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with process_group(world, device, 600.0) as labels, traced as events:
+        layout = Layout.of(parsed.parallel)
+        _train(parsed, build_mesh(layout, device, n_kv_heads=parsed.model.n_kv_heads, labels=labels))
+    return _peak(events)
+
+
+def _train(config: RunConfig, mesh: Any) -> None:
+    precision = PRECISIONS[config.train.precision]
+    model = split_model(config, mesh, dtype=precision.parameter_dtype)
+    model.train()
+    optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
+    batch = _tokens(config).rows(data_rows(model, config.train.global_batch))
+    for step in range(STEPS):
+        gradients = compute_gradients(
+            model, batch, config, step=step, micro_batch=int(config.train.micro_batch), precision=precision
+        )
+        apply_gradients(model, optimizer, gradients, config, lr=1e-4)
+        del gradients
+
+
+def _tokens(config: RunConfig) -> Batch:
+    rows, length = config.train.global_batch, config.data.seq_len
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.model.vocab_size, (rows, length + 1), generator=generator)
+    positions = torch.arange(length).repeat(rows, 1)
+    ids, weights = torch.zeros(rows, length, dtype=torch.int32), torch.ones(rows, length)
+    return Batch(tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous(), weights, ids)
+
+
+def _peak(events: Any) -> int:
+    sizes = [
+        (event.start_ns(), event.nbytes())
+        for event in events.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    live = most = 0
+    for _, size in sorted(sizes, key=lambda each: each[0]):
+        live += size
+        most = max(most, live)
+    return most
