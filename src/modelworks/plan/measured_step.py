@@ -21,7 +21,7 @@ from modelworks.plan.compute import (
 )
 from modelworks.plan.elements import layer_elements, rank_elements
 from modelworks.plan.measured import Counts, Measured
-from modelworks.plan.pipeline import makespan, stage_counts
+from modelworks.plan.pipeline import Stages, makespan, stage_counts
 
 LONGEST_BLOCKWISE = 512  # tokens of a sequence whose attention selective recomputation runs again on a CPU
 
@@ -53,11 +53,11 @@ class LayerSeconds:
         return computed + Passes(self.forward, later, 0.0)
 
 
-def measured_parts(work: Work, measured: Measured) -> dict[str, Column]:
-    """Seconds of a step by the names of `StepTime`'s fields."""
+def measured_parts(work: Work, measured: Measured, stages: Stages | None) -> dict[str, Column]:
+    """Seconds of a step by the names of `StepTime`'s fields. stages: as for `step_time`."""
     shape, split = work.shape, work.split
     layer, head, send = measured_layer(work, measured), measured_head(work, measured), measured_send(work, measured)
-    stages = stage_counts(shape, split, head.total / layer.passes.total)
+    stages = stages or stage_counts(shape, split, head.total / layer.passes.total)
     _, idle = makespan(split, stages, *layer.passes, head.total)
     on_last = stages.last * layer.passes.total + head.total >= stages.most * layer.passes.total
     m = split.n_micro_batches

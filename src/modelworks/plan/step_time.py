@@ -81,7 +81,7 @@ class _Layer:
 def step_time(work: Work, stages: Stages | None = None) -> StepTime:
     """Of every row of the columns. stages: layers of the ranks, where they are known; else balanced ones."""
     if (measured := work.machine.measured) is not None:
-        return StepTime(**measured_parts(work, measured))
+        return StepTime(**measured_parts(work, measured, stages))
     split, software, constants = work.split, work.software, work.constants
     layer, head, send = _layer(work), head_time(work), send_seconds(work)
     stages = stages or stage_counts(work.shape, split, head.total / layer.total)
