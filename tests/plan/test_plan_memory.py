@@ -11,7 +11,9 @@ from modelworks.config import ModelConfig, ParallelConfig, TrainConfig, count_pa
 from modelworks.config.named_models import expand_model
 from modelworks.hardware import device
 from modelworks.layout import Layout, data_parallel_memory, plan_parameters
+from modelworks.layout.pipeline import Costs
 from modelworks.plan import (
+    FSDP,
     MEGATRON_2021,
     MODELWORKS,
     Numerics,
@@ -23,8 +25,8 @@ from modelworks.plan import (
     stored,
     work_of,
 )
-from modelworks.plan.memory import stored_bytes
-from modelworks.plan.pipeline import in_flight
+from modelworks.plan.memory import host_memory, stored_bytes
+from modelworks.plan.pipeline import in_flight, simulated
 from modelworks.plan.stored import stages
 from modelworks.train.memory import activation_bytes
 
@@ -98,6 +100,8 @@ LAYOUTS = [
     {"dp_shard": 3, "zero": 3},
     {"pp": 4, "tp": 2},
     {"tp": 4, "dp_replicate": 2, "accumulate_reduce": "every"},
+    {"pp": 2, "pp_schedule": "zbv", "dp_shard": 2, "zero": 1},
+    {"dp_shard": 4, "zero": 1, "offload": "cpu"},
 ]
 
 
@@ -114,7 +118,19 @@ def test_stored_bytes_are_the_layouts_own(name: str, keys: dict[str, int]) -> No
         found = stored(config, parallel, rank, numerics=numerics, seq_len=256, micro_batches=4)
         assert found.parameters == data.parameters
         assert found.gradients == max(data.accumulating, data.gradients)
-        assert found.optimizer == 12 * sum(plan.stored.n_local for plan in plans.values())
+        state = 12 * sum(plan.stored.n_local for plan in plans.values())
+        assert found.optimizer == (0 if parallel.offload == "cpu" else state)
+
+
+def test_experts_are_stored_where_they_live() -> None:
+    """Four ranks of two experts each hold half of the experts' parameters that one rank holds, and all of the rest."""
+    config, numerics = model("mixtral-tiny"), Numerics.of("bf16")
+    one, halved = (
+        stored(config, ParallelConfig(dp_shard=4, ep=ep), 0, numerics=numerics, seq_len=256, micro_batches=1)
+        for ep in (1, 2)
+    )
+    experts = 2 * float(Shape.of(config).expert_weights * config.n_layers)
+    assert one.parameters - halved.parameters == experts / 2
 
 
 @pytest.mark.parametrize(
@@ -132,7 +148,8 @@ def test_closed_form_of_parameters_agrees_with_the_plans(keys: dict[str, int]) -
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
 def test_a_stage_holds_no_more_than_those_before_the_first_returns(rank: int, micro_batches: int) -> None:
-    """Stage k of p holds min(p - k, m) micro-batches under 1F1B; the ends are what `in_flight` gives."""
+    """Stage k of p holds min(p - k, m) micro-batches under 1F1B: simulated, and at both ends in closed form."""
+    assert simulated("1f1b", Costs.even(4), 4, micro_batches).peak_held[rank] == min(4 - rank, micro_batches)
     layout = split(pp=4.0, global_batch=float(micro_batches))
     if rank in (0, 3):
         assert float(in_flight(layout, last=rank == 3)) == min(4 - rank, micro_batches)
@@ -152,3 +169,25 @@ def test_columns_give_what_rows_give() -> None:
     single = [float(memory(work_of(GPT, split(tp=float(each)), A100)).total) for each in tp]
     assert whole == pytest.approx(single, rel=1e-12)
     assert all(math.isfinite(each) for each in single)
+
+
+def test_what_is_offloaded_lies_on_the_host() -> None:
+    """Optimiser state and ZeRO-3's shards, which the rank no longer holds, and all but two layers' activations."""
+    layout = split(dp_shard=8.0, zero=3.0, micro_batch=4.0)
+    kept = memory(work_of(GPT, layout, A100))
+    away = work_of(GPT, layout.with_(offload=1.0, offload_params=1.0, offload_activations=1.0), A100)
+    left = memory(away)
+    assert float(left.optimizer) == float(left.parameters) == 0.0
+    layers = 4 * float(layer_activations(away))
+    assert float(kept.activations - left.activations) == pytest.approx(layers / 2)
+    host = float(host_memory(away)) / 8
+    assert host == pytest.approx(float(kept.optimizer + kept.parameters) + layers, rel=1e-6)
+    assert float(host_memory(work_of(GPT, layout.with_(offload=2.0), A100))) == 0.0  # on disk
+
+
+def test_operands_in_8_bits_are_kept_in_8_bits() -> None:
+    wide, narrow = (
+        float(layer_activations(work_of(model("llama-3-8b"), split(), device("H100"), precision=each, software=FSDP)))
+        for each in ("bf16", "fp8")
+    )
+    assert 0.6 * wide < narrow < 0.9 * wide
