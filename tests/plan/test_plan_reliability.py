@@ -53,7 +53,7 @@ def test_goodput_is_what_a_simulation_of_failures_gives(
 ) -> None:
     found = reliability(devices, save, restart, write_seconds=write)
     mean = found.mean_hours_between_failures * 3600
-    measured = simulate(20_000 * mean, mean, found.save_every_seconds, save, restart, write)
+    measured = simulate(6_000 * mean, mean, found.save_every_seconds, save, restart, write)
     assert found.goodput == pytest.approx(measured["goodput"], abs=0.005)
     assert found.lost["saving"] == pytest.approx(measured["saving"], abs=0.005)
     # work that is lost because its write had not ended is counted with the restarts
