@@ -8,10 +8,11 @@ from modelworks.plan.candidate import Candidate, Prediction, evaluate, work_of
 from modelworks.plan.columns import Shape, Split
 from modelworks.plan.compute import Work, model_flops
 from modelworks.plan.constants import CONSTANTS, Constants
+from modelworks.plan.found import Attempt, Found, Nearest, Neighbour, Points, Search
 from modelworks.plan.job import Job, Limits
 from modelworks.plan.machine import Machine, Numerics
 from modelworks.plan.memory import Memory, layer_activations, memory
-from modelworks.plan.search import Found, Search, search
+from modelworks.plan.search import search
 from modelworks.plan.software import (
     FSDP,
     MEGATRON_2021,
@@ -32,6 +33,7 @@ __all__ = [
     "MEGATRON_DEEPSPEED",
     "MODELWORKS",
     "ZERO3_2021",
+    "Attempt",
     "Candidate",
     "Constants",
     "Found",
@@ -39,7 +41,10 @@ __all__ = [
     "Limits",
     "Machine",
     "Memory",
+    "Nearest",
+    "Neighbour",
     "Numerics",
+    "Points",
     "Prediction",
     "Search",
     "Shape",

@@ -20,7 +20,7 @@ from modelworks.plan.compute import Work, model_flops
 from modelworks.plan.constants import CONSTANTS, Constants
 from modelworks.plan.machine import Machine, Numerics
 from modelworks.plan.optimizer_bytes import state_bytes
-from modelworks.plan.pipeline import Pipelined, pipelined, simulated
+from modelworks.plan.pipeline import Pipelined, pipelined, simulated, stage_costs
 from modelworks.plan.rank_bytes import bytes_by_rank, ranks_of, stages_of_ranks, stored_by_rank
 from modelworks.plan.software import MODELWORKS, Software
 from modelworks.plan.step_time import StepTime, layer_costs, step_time
@@ -54,9 +54,9 @@ class Candidate:
 class Prediction:
     """Seconds and bytes. parts: of the step, by cause. bytes: of the fullest rank, by what they hold.
 
-    by_stage: stored bytes of each rank along the pipeline; bytes_by_stage: all that it holds, like `bytes`. bubble: part
-    of the step in which the mean rank waits in the pipeline. model_flops: of the whole step, causal attention, nothing
-    recomputed. mfu: those over the datasheet's peak of the products' dtype. reasons: sentences.
+    by_stage: stored bytes of each rank along the pipeline; bytes_by_stage: all that it holds, like `bytes`. bubble:
+    part of the step in which the mean rank waits in the pipeline. model_flops: of the whole step, causal attention,
+    nothing recomputed. mfu: those over the datasheet's peak of the products' dtype. reasons: sentences.
     """
 
     step_seconds: float
@@ -111,13 +111,7 @@ def evaluate(
     Raises UserError where the batch does not divide, or stages outnumber layers.
     """
     model, parallel = candidate.model, candidate.parallel
-    split = Split.of(
-        parallel,
-        micro_batch=candidate.micro_batch,
-        global_batch=candidate.global_batch,
-        seq_len=candidate.seq_len,
-        recompute=candidate.recompute,
-    )
+    split = split_of(candidate)
     _check(candidate, split)
     work = work_of(
         model,
@@ -143,9 +137,7 @@ def evaluate(
         model,
         parallel,
         ranks,
-        placed=placed,
         numerics=Numerics.of(candidate.precision),
-        seq_len=candidate.seq_len,
         micro_batches=int(split.n_micro_batches),
         optimizer=candidate.optimizer,
     )
@@ -173,6 +165,17 @@ def evaluate(
     )
 
 
+def split_of(candidate: Candidate) -> Split:
+    """Its degrees and sizes, as the formulas take them."""
+    return Split.of(
+        candidate.parallel,
+        micro_batch=candidate.micro_batch,
+        global_batch=candidate.global_batch,
+        seq_len=candidate.seq_len,
+        recompute=candidate.recompute,
+    )
+
+
 @dataclass(frozen=True)
 class _Pipeline:
     """The pipeline on the trainer's schedule: what `simulated` and `pipelined` take."""
@@ -187,7 +190,7 @@ class _Pipeline:
     @classmethod
     def of(cls, candidate: Candidate, work: Work, placed: list[list[int]]) -> _Pipeline:
         parallel = candidate.parallel
-        costs = stage_costs(work, [len(layers) for layers in placed])
+        costs = seconds_of_stages(work, [len(layers) for layers in placed])
         virtual = 1 if parallel.pp_schedule in V_SHAPED else parallel.pp_virtual
         layers = tuple(map(len, placed))
         return cls(parallel.pp_schedule, costs, layers, parallel.pp, int(work.split.n_micro_batches), virtual)
@@ -200,15 +203,10 @@ class _Pipeline:
         return simulated(self.schedule, self.costs, self.pp, self.n_micro_batches, self.virtual)
 
 
-def stage_costs(work: Work, counts: Sequence[int]) -> Costs:
-    """Seconds for one micro-batch of each stage, which holds so many layers; the last also the head."""
+def seconds_of_stages(work: Work, counts: Sequence[int]) -> Costs:
+    """For one micro-batch of each stage, which holds so many layers; the last also the head. work: of one row."""
     layer, head, send = layer_costs(work)
-    last = [float(stage == len(counts) - 1) for stage in range(len(counts))]
-    forward, backward_input, backward_weight = (
-        tuple(count * float(each) + at_end * float(end) for count, at_end in zip(counts, last, strict=True))
-        for each, end in zip(layer, head, strict=True)
-    )
-    return Costs(forward, backward_input, backward_weight, send=float(send))
+    return stage_costs([float(each) for each in layer], [float(each) for each in head], float(send), counts)
 
 
 def _check(candidate: Candidate, split: Split) -> None:

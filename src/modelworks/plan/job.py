@@ -28,6 +28,7 @@ OF_PARALLEL = (
     "tp",
     "sequence_parallel",
     "cp",
+    "cp_mode",
     "pp",
     "pp_schedule",
     "pp_virtual",

@@ -7,8 +7,9 @@ With stages of times t_i for one micro-batch, m micro-batches and v stages on ea
 
     makespan = m max t_i + idle,   idle = (sum of t_i - max t_i) / v x share
 
-(Narayanan et al. 2021, 2104.04473: (p - 1) t / v for equal stages), and (p - m) (1 - 1 / v) t more where m < p. share: 1 for gpipe, 1f1b, interleaved; for the
-zero-bubble ones what is left of f + b + w when weight gradients fill the bubble (`layout.pipeline.formulas`).
+(Narayanan et al. 2021, 2104.04473: (p - 1) t / v for equal stages), and (p - m) (1 - 1 / v) t more where m < p. share:
+1 for gpipe, 1f1b, interleaved; for the zero-bubble ones what is left of f + b + w when weight gradients fill the bubble
+(`layout.pipeline.formulas`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from modelworks.layout.pipeline import FULL_GRADIENT, Action, Costs, Program, Timeline, compute_orders, simulate
+from modelworks.layout.pipeline import (
+    FULL_GRADIENT,
+    Action,
+    Costs,
+    Program,
+    Rehearsal,
+    Timeline,
+    compute_orders,
+    simulate,
+)
 from modelworks.plan.columns import SCHEDULES, Column, Shape, Split
 
 _ZERO_BUBBLE = tuple(SCHEDULES.index(name) for name in ("zb-h1", "interleaved-zb"))
@@ -87,6 +97,16 @@ def makespan(
     return split.n_micro_batches * most, share * (others / split.virtual + unfilled)
 
 
+def stage_costs(layer: Sequence[float], head: Sequence[float], send: float, counts: Sequence[int]) -> Costs:
+    """Of stages that hold so many layers, the last also the head. layer, head: forward and the two halves backward."""
+    last = len(counts) - 1
+    forward, backward_input, backward_weight = (
+        tuple(count * each + (end if stage == last else 0.0) for stage, count in enumerate(counts))
+        for each, end in zip(layer, head, strict=True)
+    )
+    return Costs(forward, backward_input, backward_weight, send)
+
+
 def simulated(schedule: str, costs: Costs, pp: int, n_micro_batches: int, virtual: int = 1) -> Timeline:
     """What happens when, from the schedule that the trainer runs. costs: seconds by stage. Only computations are in it:
     what is sent takes `costs.send` to arrive, and no time of the ranks."""
@@ -110,9 +130,32 @@ def pipelined(
 
     costs: of tuples. layers: of each stage.
     """
-    timeline = simulated(schedule, costs, pp, n_micro_batches, virtual)
-    held = tuple(_most_held([timed.action for timed in rank], layers) for rank in timeline.ranks)
-    return Pipelined(timeline.makespan, timeline.bubble_fraction, held)
+    program = _computations(schedule, pp, n_micro_batches, virtual)
+    seconds = _rehearsal(schedule, pp, n_micro_batches, virtual).makespan(costs)
+    busy = n_micro_batches * sum(map(sum, (costs.forward, costs.backward_input, costs.backward_weight)))
+    held = tuple(_most_held(actions, layers) for actions in program)
+    return Pipelined(seconds, 1.0 - busy / (pp * seconds), held)
+
+
+@lru_cache(maxsize=4096)
+def estimated_makespan(schedule: str, costs: Costs, pp: int, n_micro_batches: int, virtual: int = 1) -> float:
+    """The same seconds sooner: once it is filled, a pipeline repeats itself with every micro-batch, or every round of
+    them, so that a step of so many more takes so much longer. Within a percent even where stages are very uneven."""
+    m = n_micro_batches
+    repeats = schedule != "gpipe" and (m % pp == 0 or schedule not in ("interleaved", "interleaved-zb"))
+    short = _FILLED * pp + m % pp
+    if not repeats or m <= short + 2 * pp:
+        return _rehearsal(schedule, pp, m, virtual).makespan(costs)
+    before, after = (_rehearsal(schedule, pp, short + more, virtual).makespan(costs) for more in (0, pp))
+    return after + (m - short - pp) // pp * (after - before)
+
+
+_FILLED = 3  # times as many micro-batches as ranks, after which a step repeats itself
+
+
+@lru_cache(maxsize=256)
+def _rehearsal(schedule: str, pp: int, n_micro_batches: int, virtual: int) -> Rehearsal:
+    return Rehearsal(_computations(schedule, pp, n_micro_batches, virtual))
 
 
 def _most_held(actions: Sequence[Action], layers: tuple[int, ...]) -> float:

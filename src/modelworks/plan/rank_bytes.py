@@ -56,30 +56,36 @@ def stored_by_rank(
     parallel: ParallelConfig,
     ranks: Sequence[Rank],
     *,
-    placed: list[list[int]],
     numerics: Numerics,
-    seq_len: int,
     micro_batches: int,
     optimizer: str,
 ) -> list[Stored]:
-    """Of each rank along the pipeline; ranks with the same kinds of layers hold the same and are counted once."""
-    known: dict[tuple[int, int, bool, bool], Stored] = {}
+    """What `stored` says of each rank along the pipeline, from one layer of each kind: layers of a kind hold the same,
+    and so do ranks that hold the same number of each."""
+    kinds = sorted({model.has_experts(layer) for layer in range(model.n_layers)})
+    slim = model.model_copy(update={"n_layers": len(kinds), "dense_layers": [0] if len(kinds) == 2 else []})
+    layout = Layout.of(parallel)
+    known: dict[tuple[tuple[int, ...], bool, bool], Stored] = {}
     found = []
-    for rank, number in zip(ranks, Layout.of(parallel).ranks(0, "pp"), strict=True):
-        sparse = sum(map(model.has_experts, rank.layers))
-        kind = sparse, len(rank.layers) - sparse, rank.first, rank.last
-        if kind not in known:
-            known[kind] = stored(
-                model,
+    for rank, number in zip(ranks, layout.ranks(0, "pp"), strict=True):
+        counts = tuple(sum(model.has_experts(layer) == kind for layer in rank.layers) for kind in kinds)
+        key = counts, rank.first, rank.last
+        if key not in known:
+            mine = stages_of(layout, parallel, number) if parallel.pp > 1 else [0]
+            n_stages = parallel.pp * len(mine)
+            placed = [list(range(len(kinds))) if stage == mine[0] else [] for stage in range(n_stages)]
+            known[key] = stored(
+                slim,
                 parallel,
                 number,
                 numerics=numerics,
-                seq_len=seq_len,
+                seq_len=1,
                 micro_batches=micro_batches,
                 placed=placed,
                 optimizer=optimizer,
+                copies=counts,
             )
-        found.append(known[kind])
+        found.append(known[key])
     return found
 
 

@@ -18,7 +18,7 @@ of it the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -30,6 +30,9 @@ from modelworks.layout import V_SHAPED, layout_problems
 from modelworks.plan.candidate import Candidate
 from modelworks.plan.columns import RECOMPUTE, SCHEDULES, Split
 from modelworks.plan.job import Job, Limits
+from modelworks.plan.pipeline import Stages
+from modelworks.plan.rank_bytes import ranks_of, stages_of_ranks
+from modelworks.plan.stored import stages
 
 Rows = NDArray[np.int64]
 MODES = tuple(RECOMPUTE)
@@ -65,6 +68,26 @@ class Space:
         """Some of the rows: by number, or by a mask."""
         return Space(*(getattr(self, item.name)[chosen] for item in fields(self)))
 
+    def groups(self) -> Rows:
+        """A number for each row, the same where only data parallelism and the pipeline's schedule differ."""
+        code = np.zeros(len(self), dtype=np.int64)
+        for column in (self.tp, self.cp, self.pp, self.ep, self.recompute, self.micro_batch):
+            width = int(column.max(initial=0)) + 1
+            if int(code.max(initial=0)) * width > 2**62:
+                code = np.unique(code, return_inverse=True)[1]
+            code = code * width + column
+        return code
+
+    def complexity(self) -> Rows:
+        """How much a layout asks of who runs it: a point for each axis in use and each choice beyond the usual."""
+        axes = (self.tp, self.cp, self.pp, self.ep, self.dp_replicate, self.dp_shard, self.virtual)
+        points = sum(((axis > 1).astype(np.int64) for axis in axes), np.zeros(len(self), dtype=np.int64))
+        unusual = ~np.isin(self.schedule, [SCHEDULES.index(name) for name in ("1f1b", "interleaved")])
+        for choice in (self.zero >= 2, self.zero == 3, unusual, self.recompute > 0):
+            points = points + choice
+        points = points + self.every + self.gather + (self.offload > 0)
+        return np.asarray(points + ((self.tp > 1) & (self.sequence_parallel == 0)), dtype=np.int64)
+
     def split(self, job: Job) -> Split:
         """What the formulas take."""
         virtual = np.where(np.isin(self.schedule, _V_SHAPED), 2, self.virtual)
@@ -84,8 +107,8 @@ class Space:
             offload=(self.offload > 0).astype(np.float64),
         )
 
-    def candidate(self, job: Job, row: int, partition: Any = "auto") -> Candidate:
-        """One row as a run on paper."""
+    def candidate(self, job: Job, row: int, fixed: Mapping[str, Any]) -> Candidate:
+        """One row as a run on paper. fixed: of the limits, for the keys that are no columns."""
         value = {item.name: int(getattr(self, item.name)[row]) for item in fields(self)}
         parallel = ParallelConfig(
             dp_replicate=value["dp_replicate"],
@@ -97,7 +120,8 @@ class Space:
             pp=value["pp"],
             pp_schedule=SCHEDULES[value["schedule"]],  # type: ignore[arg-type]
             pp_virtual=value["virtual"],
-            pp_partition=partition if value["pp"] > 1 else "auto",
+            pp_partition=fixed.get("pp_partition", "auto") if value["pp"] > 1 else "auto",
+            cp_mode=fixed.get("cp_mode", "ring"),
             pp_gather="micro-batch" if value["gather"] else "step",
             ep=value["ep"],
             accumulate_reduce="every" if value["every"] else "last",
@@ -119,6 +143,25 @@ def candidate_of(job: Job, parallel: ParallelConfig, micro_batch: int, recompute
         job.software,
         job.optimizer,
     )
+
+
+def complexity(candidate: Candidate) -> int:
+    """The same of one candidate, a partition of its own counting too."""
+    parallel = candidate.parallel
+    axes = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.dp_replicate, parallel.dp_shard)
+    choices = (
+        *(axis > 1 for axis in (*axes, parallel.pp_virtual)),
+        parallel.zero >= 2,
+        parallel.zero == 3,
+        parallel.pp_schedule not in ("1f1b", "interleaved"),
+        candidate.recompute != "none",
+        parallel.accumulate_reduce == "every",
+        parallel.pp_gather == "micro-batch",
+        parallel.offload != "none",
+        parallel.tp > 1 and not parallel.sequence_parallel,
+        parallel.pp_partition != "auto",
+    )
+    return sum(choices)
 
 
 def splits(job: Job, limits: Limits, n_devices: int) -> Space:
@@ -152,22 +195,54 @@ def splits(job: Job, limits: Limits, n_devices: int) -> Space:
     return Space(*(np.concatenate([part[name] for part in parts]) for name in names))
 
 
-def with_schedules(job: Job, limits: Limits, space: Space) -> tuple[Space, Rows]:
-    """Each row once for every schedule that its pipeline may have; and the number of the row that it came from."""
+def with_schedules(job: Job, limits: Limits, space: Space) -> Space:
+    """Each row once for every schedule that its pipeline may have."""
     ask = _Checks(job, limits)
-    spaces, origins = [], []
+    spaces = []
     for pp in np.unique(space.pp):
         here = np.flatnonzero(space.pp == pp)
         for schedule, virtual in ask.schedules(int(pp)):
             some = space.rows(here)
             full = np.full(len(here), 1)
             spaces.append(replace(some, schedule=full * schedule, virtual=full * virtual))
-            origins.append(here)
-    names = [item.name for item in fields(Space)]
     if not spaces:
-        return space, np.arange(len(space))
-    joined = Space(*(np.concatenate([getattr(each, name) for each in spaces]) for name in names))
-    return joined, np.concatenate(origins)
+        return space
+    return Space(*(np.concatenate([getattr(each, item.name) for each in spaces]) for item in fields(Space)))
+
+
+class Placements:
+    """The layers that the trainer places on each stage, for every pipeline of a job; worked out once for each."""
+
+    def __init__(self, job: Job, limits: Limits) -> None:
+        self._job = job
+        self._partition: list[int] | str = limits.fixed.get("pp_partition", "auto")
+        self._known: dict[tuple[int, int, int], tuple[tuple[int, ...], Stages]] = {}
+
+    def counts(self, pp: int, schedule: int, virtual: int) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self._find(pp, schedule, virtual)[0]
+
+    def stages(self, space: Space) -> Stages:
+        """Layers of the ranks, for every row."""
+        keys = (space.pp * len(SCHEDULES) + space.schedule) * (self._job.model.n_layers + 3) + space.virtual
+        _, first, rows = np.unique(keys, return_index=True, return_inverse=True)
+        known = [self._find(int(space.pp[row]), int(space.schedule[row]), int(space.virtual[row]))[1] for row in first]
+        return Stages(*(np.array([getattr(each, item.name) for each in known])[rows] for item in fields(Stages)))
+
+    def _find(self, pp: int, schedule: int, virtual: int) -> tuple[tuple[int, ...], Stages]:
+        key = (pp, schedule, virtual)
+        if key not in self._known:
+            name = SCHEDULES[schedule]
+            partition = self._partition if pp > 1 else "auto"
+            parallel = ParallelConfig.model_construct(
+                pp=pp, pp_schedule=name, pp_virtual=virtual, pp_partition=partition
+            )
+            placed = stages(self._job.model, parallel, self._job.seq_len)
+            found = stages_of_ranks(ranks_of(parallel, placed))
+            if name in ("gpipe", "zb-h1", "interleaved-zb"):  # every rank holds as many micro-batches as the first
+                found = replace(found, first=found.most)
+            self._known[key] = tuple(map(len, placed)), found
+        return self._known[key]
 
 
 _OUTER = ("dp_replicate", "dp_shard", "ep", "zero", "every", "gather", "micro_batch", "recompute", "offload")
@@ -178,7 +253,7 @@ class _Checks:
     """The trainer's checks, a few keys at a time, under the user's limits."""
 
     def __init__(self, job: Job, limits: Limits) -> None:
-        self._config = job.run_config()
+        self._config = job.run_config(ParallelConfig(cp_mode=limits.fixed.get("cp_mode", "ring")))
         self._limits = limits
         self._outer: dict[tuple[int, int, bool], list[tuple[int, ...]]] = {}
 

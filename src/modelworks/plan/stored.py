@@ -7,10 +7,11 @@ of padding and copies included, so that a prediction and what a run allocates ar
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modelworks.config import ModelConfig, ParallelConfig
-from modelworks.layout import V_SHAPED, Layout, ShardSpec, memory_of_run, plan_parameters, stages_of
+from modelworks.layout import V_SHAPED, Layout, ParameterPlan, ShardSpec, memory_of_run, plan_parameters, stages_of
 from modelworks.layout.pipeline import partition_layers
 from modelworks.plan.machine import Numerics
 from modelworks.plan.optimizer_bytes import FLOAT, optimizer_bytes
@@ -50,19 +51,37 @@ def stored(
     micro_batches: int,
     placed: list[list[int]] | None = None,
     optimizer: str = "adamw",
+    copies: Sequence[int] | None = None,
 ) -> Stored:
     """What `rank` holds while nothing is gathered. Optimiser state that is offloaded lies elsewhere: 0 here.
 
     numerics: with AdamW's state, whatever the optimiser: its two moments make way for what `optimizer` keeps.
-    placed: what `stages` answers, where the caller has it: balancing a hundred stages takes a tenth of a second.
+    placed: what `stages` answers, where the caller has it. copies: of each layer of the model, where one stands for
+    several that are alike.
     """
     plans = plan_parameters(model, Layout.of(parallel), parallel, rank, placed or stages(model, parallel, seq_len))
-    itemsize = int(numerics.parameter)
-    data = memory_of_run(plans, model, parallel, rank, micro_batches=micro_batches, itemsize=itemsize)
-    state = (
-        0 if parallel.offload != "none" else sum(_state(plan.stored, numerics, optimizer) for plan in plans.values())
-    )
-    return Stored(data.parameters, max(data.accumulating, data.gradients), state)
+    parameters = accumulating = gradients = state = 0
+    for count, part in _by_layer(plans, copies):
+        itemsize = int(numerics.parameter)
+        data = memory_of_run(part, model, parallel, rank, micro_batches=micro_batches, itemsize=itemsize)
+        parameters += count * data.parameters
+        accumulating += count * data.accumulating
+        gradients += count * data.gradients
+        state += count * sum(_state(plan.stored, numerics, optimizer) for plan in part.values())
+    return Stored(parameters, max(accumulating, gradients), 0 if parallel.offload != "none" else state)
+
+
+def _by_layer(
+    plans: dict[str, ParameterPlan], copies: Sequence[int] | None
+) -> list[tuple[int, dict[str, ParameterPlan]]]:
+    """(how often they are there, plans): all at once, or those of each layer and of what lies outside the layers."""
+    if copies is None:
+        return [(1, plans)]
+    parts: dict[int, dict[str, ParameterPlan]] = {}
+    for name, plan in plans.items():
+        layer = int(name.split(".", 2)[1]) if name.startswith("blocks.") else -1
+        parts.setdefault(layer, {})[name] = plan
+    return [(1 if layer < 0 else copies[layer], part) for layer, part in parts.items()]
 
 
 def _state(part: ShardSpec, numerics: Numerics, optimizer: str) -> int:

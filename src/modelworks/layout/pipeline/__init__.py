@@ -9,7 +9,7 @@ from modelworks.layout.pipeline.formulas import bubble_formula, peak_formula
 from modelworks.layout.pipeline.orders import SCHEDULES, compute_orders, placed_stages
 from modelworks.layout.pipeline.partition import least_maximum, partition_layers, stage_costs, stage_layers
 from modelworks.layout.pipeline.program import build_program, forward_program
-from modelworks.layout.pipeline.simulate import Costs, simulate
+from modelworks.layout.pipeline.simulate import Costs, Rehearsal, simulate
 from modelworks.layout.pipeline.timeline import Timed, Timeline, chrome_trace
 from modelworks.layout.pipeline.validate import validate_program
 
@@ -20,6 +20,7 @@ __all__ = [
     "Costs",
     "Kind",
     "Program",
+    "Rehearsal",
     "Timed",
     "Timeline",
     "bubble_formula",

@@ -118,3 +118,74 @@ class _Made:
             after = self._gradient.get((stage + 1, micro_batch))
             return None if after is None else max(own, after + self._from_after[stage])
         return self._gradient.get((stage, micro_batch)) if kind == "backward_weight" else 0.0
+
+
+class Rehearsal:
+    """A program made ready to be run on paper many times with other costs, when only its end is asked for.
+
+    Only computations count: each is (which cost, what it needs and whether that comes from another rank, twice, what it
+    makes), with results numbered, so that running it is a loop over numbers.
+    """
+
+    def __init__(self, program: Program) -> None:
+        ranks = stage_ranks(program)
+        last = len(ranks) - 1
+        micro_batches = 1 + max(action.micro_batch for actions in program for action in actions)
+        gradients = len(ranks) * micro_batches  # numbers of forwards come first, then of gradients of inputs
+        self._results = 2 * gradients
+        self._ranks: list[list[tuple[int, int, bool, int, bool, int]]] = []
+        for rank, actions in enumerate(program):
+            steps = []
+            for kind, stage, micro_batch in actions:
+                own = stage * micro_batches + micro_batch
+                if kind == "forward":
+                    before = own - micro_batches if stage else -1
+                    steps.append((stage, before, stage > 0 and ranks[stage - 1] != rank, -1, False, own))
+                elif kind in INPUT_GRADIENT:
+                    after = gradients + own + micro_batches if stage < last else -1
+                    cost = stage + (1 if kind == "backward_input" else 2) * len(ranks)
+                    far = stage < last and ranks[stage + 1] != rank
+                    steps.append((cost, own, False, after, far, gradients + own))
+                elif kind == "backward_weight":
+                    steps.append((stage + 3 * len(ranks), gradients + own, False, -1, False, -1))
+            self._ranks.append(steps)
+
+    def makespan(self, costs: Costs) -> float:
+        """When the last computation ends; the first begins at 0."""
+        whole = [first + second for first, second in zip(costs.backward_input, costs.backward_weight, strict=True)]
+        seconds = [*costs.forward, *costs.backward_input, *whole, *costs.backward_weight]
+        ends: list[float] = [-1.0] * self._results
+        send, clocks, places = costs.send, [0.0] * len(self._ranks), [0] * len(self._ranks)
+        left = sum(map(len, self._ranks))
+        while left:
+            before = left
+            for rank, steps in enumerate(self._ranks):
+                clock, place = clocks[rank], places[rank]
+                while place < len(steps):
+                    cost, first, first_far, second, second_far, result = steps[place]
+                    start = clock
+                    if first >= 0:
+                        arrived = ends[first]
+                        if arrived < 0.0:
+                            break
+                        if first_far:
+                            arrived += send
+                        if arrived > start:
+                            start = arrived
+                    if second >= 0:
+                        arrived = ends[second]
+                        if arrived < 0.0:
+                            break
+                        if second_far:
+                            arrived += send
+                        if arrived > start:
+                            start = arrived
+                    clock = start + seconds[cost]
+                    if result >= 0:
+                        ends[result] = clock
+                    place += 1
+                left -= place - places[rank]
+                clocks[rank], places[rank] = clock, place
+            if left == before:
+                raise ValueError("the schedule never ends: all ranks wait for each other")
+        return max(clocks)

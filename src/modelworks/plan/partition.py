@@ -1,0 +1,76 @@
+"""Layers to stages by the seconds that they take here, head included, under the memory of each rank.
+
+The trainer's own `auto` balances FLOPs, which are the same on every machine. What a stage takes is seconds: a head
+whose vocabulary is no multiple of a tile, or that is bound by memory, costs more than its FLOPs say. `improved` places
+layers by seconds, exactly (`layout.pipeline.least_maximum`), and where that differs gives the candidate a
+`pp_partition` of its own. Looking up embeddings costs bytes only, of which the first stage's memory limit knows.
+
+With several stages on a rank, each is allowed its share of the rank's memory, so that the answer fits but need not be
+the very best of those that do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from modelworks.layout.pipeline import least_maximum, peak_formula
+from modelworks.plan.candidate import Candidate, seconds_of_stages, split_of, work_of
+from modelworks.plan.compute import Work
+from modelworks.plan.constants import CONSTANTS, Constants
+from modelworks.plan.memory import rank_memory
+from modelworks.plan.rank_bytes import ranks_of
+from modelworks.plan.stored import stages
+
+
+def improved(candidate: Candidate, constants: Constants = CONSTANTS, *, headroom: float = 0.0) -> Candidate | None:
+    """The same layout with the best partition by time; None where that is the trainer's own, or none fits."""
+    counts = best_partition(candidate, constants, headroom=headroom)
+    default = [len(stage) for stage in stages(candidate.model, candidate.parallel, candidate.seq_len)]
+    if counts is None or counts == default:
+        return None
+    return replace(candidate, parallel=candidate.parallel.model_copy(update={"pp_partition": counts}))
+
+
+def best_partition(
+    candidate: Candidate, constants: Constants = CONSTANTS, *, headroom: float = 0.0
+) -> list[int] | None:
+    """Layers of each stage such that the costliest takes as little as possible; None where memory allows none."""
+    work = work_of(
+        candidate.model,
+        split_of(candidate),
+        candidate.device,
+        precision=candidate.precision,
+        software=candidate.software,
+        constants=constants,
+        optimizer=candidate.optimizer,
+    )
+    n_layers = candidate.model.n_layers
+    n_stages = len(stages(candidate.model, candidate.parallel, candidate.seq_len))
+    one, ending = seconds_of_stages(work, [1, 0]), seconds_of_stages(work, [0, 0])
+    layer = one.forward[0] + one.backward_input[0] + one.backward_weight[0]
+    head = ending.forward[1] + ending.backward_input[1] + ending.backward_weight[1]
+    most = most_layers(candidate, work, n_stages, headroom)
+    return least_maximum([layer] * n_layers, n_stages, last=head, most=most)
+
+
+def most_layers(candidate: Candidate, work: Work, n_stages: int, headroom: float) -> list[int]:
+    """Layers that fit on each stage, with all that lies beside them."""
+    parallel, n_layers = candidate.parallel, candidate.model.n_layers
+    if parallel.pp == 1:
+        return [n_layers]
+    chunks = n_stages // parallel.pp
+    limit = float(work.machine.memory) * (1.0 - headroom)
+    micro_batches = int(work.split.n_micro_batches)
+    layers = np.arange(n_layers + 1, dtype=np.float64)
+    most = [0] * n_stages
+    placed = [[stage] for stage in range(n_stages)]  # numbers of stages instead of layers
+    for place, rank in enumerate(ranks_of(parallel, placed)):
+        held = peak_formula(parallel.pp_schedule, parallel.pp, micro_batches, parallel.pp_virtual, rank=place) / chunks
+        ends, has_loss = rank.ends(candidate.model), float(rank.last)
+        needed = rank_memory(work, layers=layers, held=held, ends=ends, has_loss=has_loss).total
+        fitting = int(np.sum(np.broadcast_to(needed, len(layers)) <= limit)) - 1
+        for stage in rank.layers:
+            most[stage] = max(fitting, 0) // chunks
+    return most
