@@ -31,7 +31,7 @@ from modelworks.plan import CONSTANTS, Work, memory, model_flops, step_time
 
 Array = NDArray[np.float64]
 HEADROOM = 0.94  # of the device's memory, what a tuned run fills
-NOTHING = {"rows": 0, "mean_ape": None, "median_ape": None, "worst_ape": None, "by_source": {}}
+NOTHING: dict[str, Any] = {"rows": 0, "mean_ape": None, "median_ape": None, "worst_ape": None, "by_source": {}}
 SHARES = (0.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0)  # `Split.recompute`, least first
 
 

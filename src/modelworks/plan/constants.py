@@ -3,7 +3,7 @@
 Each says what it is and where it comes from. Those that were fitted were fitted once, all together, on published
 measurements (`python -m benchmarks.plan_accuracy FILE.csv --fit` does it again for step times, from priors that stand
 there, and reports the error on each source of measurements with the constants fitted without it). There is one set
-for all models, layouts, machines and sources. `software.py` holds four more, by the kind of program.
+for all models, layouts, machines, programs and sources.
 """
 
 from __future__ import annotations
