@@ -94,7 +94,7 @@ def work_of(
     kernel: AttentionKernel = "fused" if float(np.max(software.flash)) >= 2.0 else "flash"
     machine = Machine.of(device, precision, attention=kernel, ranks=int(np.max(split.world)))
     if machine.measured is not None:
-        constants = machine.measured.constants(constants)
+        constants, software = machine.measured.constants(constants), machine.measured.software(software)
     numerics = Numerics.of(precision)
     if optimizer != "adamw":  # master weights are what the numerics have beside its two moments
         masters = numerics.state - state_bytes("adamw", model).mean
