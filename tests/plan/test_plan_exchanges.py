@@ -15,7 +15,7 @@ from modelworks.plan import CONSTANTS, MEGATRON_2021, Machine, Split, step_time,
 from modelworks.plan.communication import all_reduce, all_to_all, point_to_point
 from modelworks.plan.compute import utilisation
 from modelworks.plan.elements import layer_elements
-from modelworks.plan.pipeline import simulated
+from modelworks.plan.pipeline import held_over_time, pipelined, simulated
 from modelworks.plan.step_time import layer_costs
 from modelworks.plan.topology import Group, group
 
@@ -125,6 +125,20 @@ def test_uneven_stages_wait_for_the_slowest() -> None:
     """m micro-batches on the last stage, which has the head, and once round the others."""
     costs = Costs((1.0, 1.0, 3.0), (1.0, 1.0, 3.0), (1.0, 1.0, 3.0), send=0.0)
     assert simulated("1f1b", costs, 3, 16).makespan == pytest.approx(16 * 9.0 + 3.0 + 3.0)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zbv", 1)])
+def test_memory_over_time_peaks_where_the_schedule_does(schedule: str, virtual: int) -> None:
+    """Nothing is held before and after, and most of it when `pipelined` says."""
+    per_rank = 2 if schedule == "zbv" else virtual
+    layers = tuple(range(1, 2 * per_rank + 1))
+    costs = Costs.even(2 * per_rank)
+    costs = replace(costs, forward=tuple(costs.forward), backward_input=tuple(costs.backward_input),
+                    backward_weight=tuple(costs.backward_weight))  # fmt: skip
+    curves = held_over_time(simulated(schedule, costs, 2, 8, virtual), layers)
+    most = pipelined(schedule, costs, layers, 2, 8, virtual).held
+    assert [max(held for _, held in curve) for curve in curves] == list(most)
+    assert all(curve[-1][1] == 0.0 for curve in curves)
 
 
 def test_what_waits_on_the_host_comes_over_its_bus() -> None:

@@ -158,6 +158,24 @@ def _rehearsal(schedule: str, pp: int, n_micro_batches: int, virtual: int) -> Re
     return Rehearsal(_computations(schedule, pp, n_micro_batches, virtual))
 
 
+def held_over_time(timeline: Timeline, layers: Sequence[int]) -> list[list[tuple[float, float]]]:
+    """By rank: (seconds, layers times micro-batches whose activations it keeps from then on). layers: of each stage.
+
+    A forward pass fills its share as it begins, and the last gradient that needs it frees it as it ends; times what a
+    layer keeps, plus what does not change, these are the bytes of a rank over a step.
+    """
+    curves = []
+    for rank in timeline.ranks:
+        changes = [(timed.start, layers[timed.action.stage]) for timed in rank if timed.action.kind == "forward"]
+        changes += [(timed.end, -layers[timed.action.stage]) for timed in rank if timed.action.kind in FULL_GRADIENT]
+        held, curve = 0.0, []
+        for seconds, change in sorted(changes):  # what is freed at a moment makes room for what begins then
+            held += change
+            curve.append((seconds, held))
+        curves.append(curve)
+    return curves
+
+
 def _most_held(actions: Sequence[Action], layers: tuple[int, ...]) -> float:
     now = most = 0
     for kind, stage, _ in actions:
