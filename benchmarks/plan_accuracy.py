@@ -1,6 +1,6 @@
 """How right the planner is: predicted beside measured step time and memory, on a table of published measurements.
 
-    python -m benchmarks.plan_accuracy FILE.csv [--json] [--rows] [--fit] [--correction] [--source NAME]
+    python -m benchmarks.plan_accuracy FILE.csv [--json] [--rows] [--fit] [--correction] [--source NAME] [--record NAME]
 
 FILE.csv has a row for each measurement and the columns that `_published` reads. Scored are rows that were measured,
 whose configuration is complete and that contradict nothing (tiers A and B; B-mem for memory). One model, one
@@ -26,6 +26,7 @@ from benchmarks._plan_correction import accuracy
 from benchmarks._plan_fit import fit, left_out, report, weights_of, with_values
 from benchmarks._plan_sweeps import sweeps
 from benchmarks._published import GIB, Row, read_rows, stack
+from benchmarks._results import write_results
 from modelworks.config import UserError
 from modelworks.plan import CONSTANTS, Work, memory, model_flops, step_time
 
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--correction", action="store_true", help="the learned correction, on what it has not seen")
     parser.add_argument("--source", help="rows of this source only")
+    parser.add_argument("--record", metavar="NAME", help="write the figures to results/NAME.json")
     options = parser.parse_args(arguments)
     try:
         rows, skipped = read_rows(options.file)
@@ -68,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     if weighed:
         result["memory"] = _memory(weighed, options.rows)
+    if options.record:
+        print(write_results(options.record, result))
     if options.json:
         print(json.dumps(result))
     return 0

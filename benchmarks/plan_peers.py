@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._published import Row, read_rows
+from benchmarks._results import write_results
 from benchmarks.plan_accuracy import prepared
 from modelworks.config import UserError
 from modelworks.plan import Work, step_time
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--python", type=Path, required=True, help="the interpreter that llm-analysis is installed for")
     parser.add_argument("--json", action="store_true", help="the figures as one object, on the last line")
+    parser.add_argument("--record", metavar="NAME", help="write the figures to results/NAME.json")
     options = parser.parse_args(arguments)
     try:
         rows = [row for row in read_rows(options.file)[0] if row.step_time and not row.out_of_memory]
@@ -65,8 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{len(places)} of {len(rows)} rows: step time, absolute errors")
     for name, score in result.items():
         print(f"{name:>52}: mean {score['mean_ape']:6.1%}  median {score['median_ape']:6.1%}")
+    figures = {"rows": len(places), "refused": dict(refused), "step_time": result}
+    if options.record:
+        print(write_results(options.record, figures))
     if options.json:
-        print(json.dumps({"rows": len(places), "refused": dict(refused), "step_time": result}))
+        print(json.dumps(figures))
     return 0
 
 
