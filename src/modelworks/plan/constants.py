@@ -39,12 +39,12 @@ class Constants:
     depth: float = 69.3  # inner dimension at which a product reaches half its rate: prologue and epilogue
     wave: float = 0.509  # how much of the last, partly filled wave of tiles is lost
     memory: float = 0.83  # of the memory's bandwidth, what an elementwise kernel reaches
-    elementwise_backward: float = 4  # bytes of the elementwise backward pass, relative to the forward pass
+    elementwise_backward: float = 4.0  # bytes of the elementwise backward pass, relative to the forward pass
     link: float = 0.8  # of a link's bandwidth, what collectives reach
     network: float = 0.817
     contention: float = 0.503  # of a hidden transfer's time, what it takes from the computation that hides it
     tensor_overlap: float = 0.447  # of tensor-parallel exchanges, what overlapping software hides
-    gather_overlap: float = 1  # the same of ZeRO-3's gathers and the ring of context parallelism
+    gather_overlap: float = 1.0  # the same of ZeRO-3's gathers and the ring of context parallelism
     pipeline_overlap: float = 0.147  # the same of sends between stages
     kernel_waits: float = 0.00205  # seconds that waiting for each kernel adds to launching a layer's forward pass
     step_overhead: float = 0.0333  # seconds of a step outside all of this: data, norms, logging

@@ -55,7 +55,8 @@ MODELWORKS = Software(1.0, 0.0, 1.0, 1.0, 1.0, chunked_loss=1.0, eager=1.0, wide
 MEGATRON_2021 = Software(0.0, 0.0, 0.0, 1.0, 0.0, scattered_sends=1.0)
 # The same model code under DeepSpeed's pipeline engine: buckets of 5e8 fp16 elements, two to reduce and one to gather.
 MEGATRON_DEEPSPEED = MEGATRON_2021.with_(buffers=3e9, serial_sends=1.0)
-# DeepSpeed's ZeRO-3 of 2021 gathers each parameter by itself, over one adapter.
+# DeepSpeed's ZeRO-3 of 2021 gathers each parameter by itself. That this uses one adapter of a node's eight was inferred
+# from the six ZeRO-3 rows of Megatron-LM 2021's table 2 (2104.04473): over all of them they would be twice as fast.
 ZERO3_2021 = MEGATRON_2021.with_(rings=1.0 / 8.0)
 # FSDP under PyTorch 2: flash attention, eager operations, parameters prefetched.
 FSDP = Software(1.0, 0.0, 1.0, 1.0, 0.0)
