@@ -91,8 +91,9 @@ def grid_of(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Cuts, list[int]
 
     Raises ValueError where the boxes do not cover the shape exactly once, or are no grid.
     """
-    filled = [index for index, box in enumerate(boxes) if all(start < stop for start, stop in box)]
-    bounds = np.array([boxes[index] for index in filled], np.int64).reshape(len(filled), len(shape), 2)
+    bounds = np.array(boxes, np.int64).reshape(len(boxes), len(shape), 2)
+    filled = np.flatnonzero((bounds[..., 0] < bounds[..., 1]).all(axis=1))
+    bounds = bounds[filled]
     if (bounds[..., 0] < 0).any() or (bounds[..., 1] > np.array(shape, np.int64)).any():
         raise ValueError(f"a piece lies outside the shape {list(shape)}")
     cuts: list[tuple[int, ...]] = []
@@ -107,7 +108,7 @@ def grid_of(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Cuts, list[int]
     count = n_cells(tuple(cuts))
     if len(filled) != count or len(np.unique(number)) != count:
         raise ValueError(f"{len(filled)} pieces do not cover the shape {list(shape)} exactly once")
-    return tuple(cuts), [filled[place] for place in np.argsort(number)]
+    return tuple(cuts), filled[np.argsort(number)].tolist()
 
 
 def cuts_problem(cuts: object, shape: Sequence[int]) -> str | None:
