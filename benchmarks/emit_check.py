@@ -119,40 +119,43 @@ def candidate(model: ModelConfig, rows: int, precision: str, recompute: str, lay
 
 
 def check(target: str, python: Path) -> dict[str, Any]:
-    layouts, keys, different = [], set(), 0
-    for name, changes, rows, precision, recompute, layout in LAYOUTS:
-        model = preset(name).model_copy(update=changes)
-        meant = candidate(model, rows, precision, recompute, layout)
-        row: dict[str, Any] = {"model": name, "layout": layout, "precision": precision, "recompute": recompute}
-        with tempfile.TemporaryDirectory() as scratch:
+    rows: list[dict[str, Any]] = []
+    written: list[tuple[dict[str, Any], Candidate, Path]] = []
+    keys, different = set(), 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, (name, changes, batch, precision, recompute, layout) in enumerate(LAYOUTS):
+            meant = candidate(preset(name).model_copy(update=changes), batch, precision, recompute, layout)
+            row: dict[str, Any] = {"model": name, "layout": layout, "precision": precision, "recompute": recompute}
+            rows.append(row)
             try:
-                emit(target, meant, Path(scratch))
+                emit(target, meant, Path(scratch) / str(number))
+                written.append((row, meant, Path(scratch) / str(number)))
             except UserError as error:
-                layouts.append(row | {"refused": str(error)})
-                continue
-            seen = peer(target, python, Path(scratch), meant.n_devices)
-            said = read_back(target, Path(scratch))
-        wrong = differences(seen, said, meant)
-        keys |= set(seen)
-        different += bool(wrong)
-        layouts.append(row | {"keys_compared": len(seen), "different": wrong})
+                row["refused"] = str(error)
+        seen = peer(target, python, [(place, meant.n_devices) for _, meant, place in written])
+        for (row, meant, place), holds in zip(written, seen, strict=True):
+            row["keys_compared"], row["different"] = len(holds), differences(holds, read_back(target, place), meant)
+            keys |= set(holds)
+            different += bool(row["different"])
     return {
         "packages": PACKAGES[target],
-        "written": sum("refused" not in row for row in layouts),
-        "refused": sum("refused" in row for row in layouts),
+        "written": len(written),
+        "refused": len(rows) - len(written),
         "different": different,
         "keys": sorted(keys),
-        "layouts": layouts,
+        "layouts": rows,
     }
 
 
-def peer(target: str, python: Path, directory: Path, world: int) -> dict[str, Any]:
-    command = [python, "-W", "ignore", PEERS / READER[target], directory, str(world)]
+def peer(target: str, python: Path, places: list[tuple[Path, int]]) -> list[dict[str, Any]]:
+    """What the package holds after reading each directory."""
+    words = [str(word) for place in places for word in place]
+    command = [python, "-W", "ignore", PEERS / READER[target], *words]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "it died"}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+        raise SystemExit(f"{target}: the reader itself failed\n{done.stderr[-2000:]}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("seen ")]
+    return [json.loads(line.removeprefix("seen ")) for line in lines]
 
 
 def differences(seen: dict[str, Any], said: dict[str, Any], meant: Candidate) -> list[str]:

@@ -1,4 +1,4 @@
-"""What DeepSpeed makes of an emitted `ds_config.json`: `python deepspeed_sees.py DIRECTORY WORLD`.
+"""What DeepSpeed makes of an emitted `ds_config.json`: `python deepspeed_sees.py DIRECTORY WORLD ...`.
 
 Its own `DeepSpeedConfig` parses and checks the file, told how many data-parallel ranks there are; transformers reads
 the model.
@@ -50,7 +50,7 @@ def main(directory: str, world: int) -> dict[str, Any]:
         "micro_batches": config.gradient_accumulation_steps,
         "parallel.zero": int(zero.stage),
         "parallel.tp": config.tensor_parallel_config.autotp_size or 1,
-        "parallel.offload": "none" if offload is None else str(offload.device.value),
+        "parallel.offload": "none" if offload is None else str(getattr(offload.device, "value", offload.device)),
         "parallel.offload_params": zero.offload_param is not None,
         "train.precision": "bf16-autocast" if config.torch_autocast_enabled else precision,
         "train.grad_clip": config.gradient_clipping or None,
@@ -62,5 +62,9 @@ def main(directory: str, world: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    result = main(sys.argv[1], int(sys.argv[2]))
-    print(json.dumps(result))
+    # DIRECTORY WORLD DIRECTORY WORLD ...: one line of JSON for each, as importing takes longer than reading
+    for directory, world in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        try:
+            print("seen", json.dumps(main(directory, int(world))))
+        except Exception as error:  # what the package says against a file is a result
+            print("seen", json.dumps({"error": f"{type(error).__name__}: {error}"}))

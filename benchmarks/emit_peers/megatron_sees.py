@@ -1,4 +1,4 @@
-"""What Megatron-Core makes of emitted arguments: `python megatron_sees.py DIRECTORY WORLD`.
+"""What Megatron-Core makes of emitted arguments: `python megatron_sees.py DIRECTORY WORLD ...`.
 
 The wheel of megatron-core has the configuration classes, not Megatron-LM's argument parser. So each argument is taken
 for the field of its name, as `core_transformer_config_from_args` does, with the few that it translates written out
@@ -171,5 +171,9 @@ def seen(found: dict[str, str], core: Any, optimizer: Any, ddp: Any, world: int)
 
 
 if __name__ == "__main__":
-    result = main(sys.argv[1], int(sys.argv[2]))
-    print(json.dumps(result))
+    # DIRECTORY WORLD DIRECTORY WORLD ...: one line of JSON for each, as importing takes longer than reading
+    for directory, world in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        try:
+            print("seen", json.dumps(main(directory, int(world))))
+        except Exception as error:  # what the package says against a file is a result
+            print("seen", json.dumps({"error": f"{type(error).__name__}: {error}"}))

@@ -1,4 +1,4 @@
-"""What torchtitan makes of emitted files: `python torchtitan_sees.py DIRECTORY WORLD`, in an environment that has it.
+"""What torchtitan makes of emitted files: `python torchtitan_sees.py DIRECTORY WORLD ...`.
 
 torchtitan's own parser reads the module; its model is built without memory, its mesh sizes and stages are worked out.
 Prints our keys with the values that its objects hold, as JSON.
@@ -15,6 +15,7 @@ import torch
 
 def main(directory: str, world: int) -> dict[str, Any]:
     sys.path.insert(0, directory)
+    sys.modules.pop("modelworks_layout", None)  # that of the layout before
     from torch.distributed.pipelining.schedules import get_schedule_class
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
@@ -95,5 +96,9 @@ def main(directory: str, world: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = main(sys.argv[1], int(sys.argv[2]))
-    print(json.dumps(found))
+    # DIRECTORY WORLD DIRECTORY WORLD ...: one line of JSON for each, as importing takes longer than reading
+    for directory, world in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        try:
+            print("seen", json.dumps(main(directory, int(world))))
+        except Exception as error:  # what the package says against a file is a result
+            print("seen", json.dumps({"error": f"{type(error).__name__}: {error}"}))

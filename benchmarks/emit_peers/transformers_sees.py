@@ -1,4 +1,4 @@
-"""What transformers makes of an emitted model: `python transformers_sees.py DIRECTORY WORLD`."""
+"""What transformers makes of an emitted model: `python transformers_sees.py DIRECTORY WORLD ...`."""
 
 from __future__ import annotations
 
@@ -43,4 +43,9 @@ def model_seen(directory: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(model_seen(sys.argv[1])))
+    # DIRECTORY WORLD DIRECTORY WORLD ...: one line of JSON for each, as importing takes longer than reading
+    for directory, _ in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        try:
+            print("seen", json.dumps(model_seen(directory)))
+        except Exception as error:  # what the package says against a file is a result
+            print("seen", json.dumps({"error": f"{type(error).__name__}: {error}"}))

@@ -149,7 +149,7 @@ WRITTEN: list[tuple[str, str, dict[str, Any]]] = [
     ("megatron", "llama", {"dp_shard": 4, "zero": 1, "offload": "cpu"}),
     ("megatron", "llama", {"dp_shard": 4, "zero": 1, "precision": "fp8"}),
     ("deepspeed", "llama", {"dp_shard": 8, "zero": 1}),
-    ("deepspeed", "mixtral", {"dp_shard": 4, "zero": 3, "dp_replicate": 2, "accumulate_reduce": "every"}),
+    ("deepspeed", "mixtral", {"dp_shard": 8, "zero": 3, "accumulate_reduce": "every"}),
     (
         "deepspeed",
         "qwen2",

@@ -173,6 +173,7 @@ def _obstacle(framework: Framework, facts: JobFacts) -> str | None:
 
 def _first(facts: JobFacts, possible: list[str]) -> tuple[str | None, str]:
     """The first of those possible for a job of this kind, and the fact that decides."""
+    ranked: tuple[str, ...]
     if facts.task == "reinforcement learning":
         simple = not facts.axes and facts.parameters < 70e9
         ranked = ("OpenRLHF", "veRL") if simple else ("veRL", "OpenRLHF")

@@ -87,9 +87,9 @@ def _layout_refusals(wanted: Wanted) -> list[str]:
         reasons.append("parallel.zero: its tensor parallelism goes with ZeRO 0 to 2; use zero=2, or tp=1")
     if tp > 1 and wanted["model.n_kv_heads"] % tp:
         reasons.append(f"parallel.tp: it must divide model.n_kv_heads = {wanted['model.n_kv_heads']} there")
-    if zero and zero < 3 and wanted["parallel.dp_replicate"] > 1:
+    if zero and wanted["parallel.dp_replicate"] > 1:
         reasons.append(
-            "parallel.dp_replicate: it shards over all data-parallel ranks, or over part of them at zero=3 (MiCS)"
+            "parallel.dp_replicate: it shards over all data-parallel ranks (MiCS was removed); use dp_replicate=1"
         )
     reduced, expected = wanted.get("parallel.accumulate_reduce"), "every" if zero > 1 else "last"
     if reduced and reduced != expected:
@@ -155,8 +155,6 @@ def _config(wanted: Wanted) -> dict[str, Any]:
 
 def _zero(wanted: Wanted) -> dict[str, Any]:
     values: dict[str, Any] = {"stage": wanted["parallel.zero"]}
-    if wanted["parallel.zero"] == 3 and wanted["parallel.dp_replicate"] > 1:
-        values["mics_shard_size"] = wanted["parallel.dp_shard"]
     if (offload := wanted["parallel.offload"]) != "none":
         target: dict[str, Any] = {"device": offload, "pin_memory": True}
         if offload == "nvme":
@@ -190,7 +188,7 @@ def _read_layout(found: dict[str, Any], world: int) -> dict[str, Any]:
     zero = found["zero_optimization"]
     tp, stage = found.get("tensor_parallel", {}).get("autotp_size", 1), zero["stage"]
     data = world // tp
-    shard = zero.get("mics_shard_size", data) if stage else 1
+    shard = data if stage else 1
     offload = zero.get("offload_optimizer", {"device": "none"})
     values = {
         "parallel.tp": tp,
