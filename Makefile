@@ -7,6 +7,9 @@ DEVELOPMENT := $(VENV)/.development
 BENCHMARK := $(VENV)/.benchmark
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Files of tests are shared among two processes. One thread each: on tensors this small more would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 .PHONY: help setup quickstart test test-fast test-gpu lint format bench clean
 
 help:  ## this list
@@ -18,10 +21,10 @@ quickstart: $(RUNTIME)  ## train a small language model on real text, then talk 
 	$(BIN)/modelworks train configs/quickstart.yaml $(if $(wildcard runs/quickstart/config.yaml),--resume)
 
 test: $(DEVELOPMENT)  ## every test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: $(DEVELOPMENT)  ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-gpu: $(DEVELOPMENT)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+# torch's store asks the name server who 127.0.0.1 is at each connection: without an answer that takes 5 s each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 sys.path.insert(0, str(Path(__file__).parent / "parallel"))
 
 from pool import WorkerPool

@@ -139,18 +139,16 @@ print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["hf", "modelworks"])
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory from /proc")
-def test_peak_memory_of_a_large_model(to: str, tmp_path: Path) -> None:
-    """1.6 GB of bfloat16 with a largest tensor of 134 MB: all of the process stays below that and 512 MB."""
-    shape = {"n_layers": 12, "d_model": 2048, "n_heads": 16, "n_kv_heads": 4, "d_ff": 8192, "vocab_size": 32768}
+def test_peak_memory_of_a_large_model(tmp_path: Path) -> None:
+    """0.9 GB of bfloat16 or more with a largest tensor of 134 MB: all of the process stays below that and 512 MB."""
+    shape = {"n_layers": 6, "d_model": 2048, "n_heads": 16, "n_kv_heads": 4, "d_ff": 8192, "vocab_size": 32768}
     config = ModelConfig(family="llama", max_seq_len=64, **shape)
     own = write(tmp_path / "own", config, torch.bfloat16)
     total = sum(path.stat().st_size for path in own.iterdir())
-    largest = 2 * max(torch.Size(shape).numel() for shape in parameter_shapes(config).values())
-    assert total > 1.5e9
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(own), str(tmp_path / "out"), to], check=True, capture_output=True, text=True
-    )
-    peak = int(done.stdout) * 1024
-    assert peak <= largest + OVERHEAD
+    most = 2 * max(torch.Size(shape).numel() for shape in parameter_shapes(config).values()) + OVERHEAD
+    assert total > 1.2 * most
+    for to in ("hf", "modelworks"):
+        command = [sys.executable, "-c", PEAK, str(own), str(tmp_path / to), to]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert int(done.stdout) * 1024 <= most, to

@@ -18,7 +18,7 @@ PROMPTS = [
     "1, 2, 3, 5, 8,",
     "Die Straße war naß, und",
 ]
-LENGTH = 24
+LENGTH = 10
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_series_agree_with_the_library():
 
 
 def test_fast_enough():
-    start = time.perf_counter()
+    start = time.process_time()
     normal(Key.of(0, "speed"), 0, 1 << 20)
     # Alone on one core: 0.04 s. A whole-tensor or per-element version would take many times this generous bound.
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5

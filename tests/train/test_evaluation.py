@@ -188,7 +188,7 @@ def test_smollm2_answers_arc_easy_as_lm_evals_own_model_does(
     from modelworks.checkpoint import load_model
     from modelworks.train.evaluation.harness import HarnessModel
 
-    runner = tasks.TaskRunner(["arc_easy"], limit=6)
+    runner = tasks.TaskRunner(["arc_easy"], limit=3)
     loaded = load_model(str(smollm2_file))
     assert loaded.tokenizer is not None
     model, tokenizer = smollm2_reference

@@ -8,38 +8,32 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pool import run_warm
 from run_files import assert_same_weights, series
 
 from modelworks.checkpoint import Checkpoint
-from modelworks.config import UserError, dump_yaml
+from modelworks.config import UserError, dump_yaml, load_run_config
 from modelworks.data import TrainLoader, build_dataset
 from modelworks.train import loop, preparation, train
 from modelworks.train.stopping import StopRequest
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from modelworks.config import load_run_config
-from modelworks.train import job, loop
 
-real = loop.train_step
-def until(*arguments, step, **rest):
-    if step == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments, step=step, **rest)
-loop.train_step = until
+def killed_at(config: str, run_dir: str, number: int, machine: Any) -> None:
+    """A run, in a process of its own, that is killed in the middle of a step."""
+    real = loop.train_step
 
-from modelworks.hardware import Machine, facts
-machine = Machine(facts(), "cpu", "", 1, {"fp32": 1e11, "bf16": 1e11, "fp16": 1e9}, 1e10, "", 0.0)
-job.train(load_run_config(sys.argv[1]), Path(sys.argv[2]), machine=machine)
-"""
+    def until(*arguments: Any, step: int, **rest: Any) -> Any:
+        if step == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, step=step, **rest)
+
+    loop.train_step = until
+    train(load_run_config(Path(config)), Path(run_dir), machine=machine)
 
 
 FP16 = ["train.duration=1 steps", "train.precision=fp16"]
@@ -76,12 +70,8 @@ def test_killed_and_resumed_equals_uninterrupted(
 ) -> None:
     config, run_dir = tiny_config(), tmp_path / "run"
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "config.yaml"), str(run_dir), "5"],
-        capture_output=True,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = run_warm(killed_at, str(tmp_path / "config.yaml"), str(run_dir), 5, tiny_machine, where=tmp_path)
+    assert killed.code == -signal.SIGKILL, killed.output
     # Five steps ran, the checkpoint is of the evaluation after the fourth.
     assert [step for step, _ in series(run_dir, "train/loss")] == [1, 2, 3, 4, 5]
     result = train(config, run_dir, resume=True, machine=tiny_machine)
