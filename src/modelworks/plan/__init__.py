@@ -8,6 +8,7 @@ from modelworks.plan.candidate import Candidate, Prediction, evaluate, work_of
 from modelworks.plan.columns import Shape, Split
 from modelworks.plan.compute import Work, model_flops
 from modelworks.plan.constants import CONSTANTS, Constants
+from modelworks.plan.explain import explain
 from modelworks.plan.found import Attempt, Found, Nearest, Neighbour, Points, Search
 from modelworks.plan.job import Job, Limits
 from modelworks.plan.machine import Machine, Numerics
@@ -54,6 +55,7 @@ __all__ = [
     "Stored",
     "Work",
     "evaluate",
+    "explain",
     "layer_activations",
     "memory",
     "model_flops",
