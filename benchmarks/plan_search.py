@@ -1,0 +1,56 @@
+"""How fast layouts are searched: closed forms a second on one core, and whole searches of 1,024 devices.
+
+    python -m benchmarks.plan_search
+
+Each figure is the best of three. Writes `results/plan_search.json`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks._results import write_results
+from modelworks.config import preset
+from modelworks.hardware import device
+from modelworks.plan import Job, Limits, memory, search, step_time, work_of
+from modelworks.plan.pipeline import estimated_makespan, pipelined
+from modelworks.plan.spaces import Placements, splits
+
+JOBS = {"llama-3-70b": (512, 8192), "gpt3-175b": (1536, 2048)}
+
+
+def main() -> None:
+    results = {}
+    for name, (rows, seq_len) in JOBS.items():
+        job = Job(preset(name), device("H100"), 1024, seq_len, rows)
+        space = splits(job, Limits(), 1024)
+        stages, work = Placements(job, Limits()).stages(space), work_of(job.model, space.split(job), job.device)
+        seconds = _best(lambda work=work, stages=stages: (step_time(work, stages).total, memory(work, stages).total))
+        found: list[Any] = []
+        whole = _best(lambda job=job, found=found: found.append(search(job)))
+        results[name] = {
+            "layouts_per_second": round(len(space) / seconds),
+            "search_seconds": round(whole, 2),
+            "evaluated": found[-1].evaluated,
+            "simulated": found[-1].simulated,
+            "winner_step_seconds": found[-1].best[0].prediction.step_seconds,
+        }
+        print(name, results[name])
+    print(write_results("plan_search", results))
+
+
+def _best(run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(3):
+        estimated_makespan.cache_clear()  # nothing may be remembered from the run before
+        pipelined.cache_clear()
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()
