@@ -1,7 +1,9 @@
 """What the planner says of runs on this machine, beside what the real trainer measures.
 
     modelworks plan --calibrate                # first, on an idle machine: the predictions are of these rates
-    python -m benchmarks.plan_here             # on an idle machine too; --only NAME, … for some of the runs
+    python -m benchmarks.plan_here             # on an idle machine too; --only NAME for some of the runs
+    python -m benchmarks.plan_here --keep DIR --train && python -m benchmarks.plan_here --keep DIR --again
+                                               # only the first of these needs an idle machine
 
 Every run is `modelworks train` in a process of its own, as a user calls it; together they go over all axes,
 accumulation and recomputation, with models of several shapes. Compared are:
@@ -78,6 +80,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="names of runs; default: all")
     parser.add_argument("--keep", type=Path, help="a directory for the runs, which are otherwise removed")
     parser.add_argument("--again", action="store_true", help="predict the runs kept there once more, train nothing")
+    parser.add_argument("--train", action="store_true", help="train the runs to be kept, and compare nothing")
     arguments = parser.parse_args()
     names = arguments.only or list(RUNS)
     device = this_machine()
@@ -90,11 +93,14 @@ def main() -> None:
             run_dir = directory / "runs" / name.replace(" ", "-").replace(",", "")
             if not arguments.again:
                 train(name, run_dir)
-            rows.append(compare(name, run_dir, device))
-            show(rows[-1])
+            if not arguments.train:
+                rows.append(compare(name, run_dir, device))
+                show(rows[-1])
+    if arguments.train:
+        return
     summary = summarise(rows)
     print(json.dumps(summary))
-    if names == list(RUNS) and not arguments.again:
+    if names == list(RUNS):
         print(write_results("plan_here", {"calibrated": device.source, "runs": rows, "summary": summary}))
 
 

@@ -3,7 +3,8 @@
 Every rank calls `measure_rank`, and all do the same at the same time, since ranks on one machine share its memory and
 caches: a rank's figures are those it has in a run. Measured are matrix products as a linear layer makes them, attention
 as the layers call it, exchanges as `modelworks.parallel` sends them, and whole steps of small models (`PROBES`), from
-which `modelworks.plan.calibrate` finds what everything else costs. Figures are medians, over ranks means.
+which `modelworks.plan.calibrate` finds what everything else costs. A figure is a median, the mean over ranks, and the
+less of two rounds that lie a minute apart.
 
 On CUDA the same code measures the device of each rank; that has not been tried yet.
 """
@@ -47,6 +48,7 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048)  # of sequences, for attention
 ATTENTION_TOKENS, HEADS, KV_HEADS, HEAD_DIM = 2048, 8, 4, 64
 EXCHANGED = (4096, 65536, 2**20, 2**22, 2**24)  # bytes of a whole tensor
 SEQ_LEN = 128
+ROUNDS = 2  # minutes apart
 # Shapes whose steps are timed: depth, width, hidden width, vocabulary and rows vary apart from each other.
 PROBES: tuple[Mapping[str, int], ...] = (
     {"n_layers": 8, "d_model": 64, "n_heads": 2, "n_kv_heads": 1, "d_ff": 128, "vocab_size": 256, "rows": 1},
@@ -76,7 +78,8 @@ Tell = Callable[[str], None]
 def parts_to_measure(n_ranks: int) -> int:
     """How often `measure_rank` calls `tell`."""
     dtypes = len(DTYPES) * (len(PRODUCTS) + len(LENGTHS))
-    return dtypes + len(PRECISION_NAMES) * len(PROBES) + (len(_exchanges(None)) * len(EXCHANGED) if n_ranks > 1 else 0)
+    exchanges = len(_exchanges(None)) * len(EXCHANGED) if n_ranks > 1 else 0
+    return ROUNDS * (dtypes + len(PRECISION_NAMES) * len(PROBES) + exchanges)
 
 
 def measure_rank(mesh: Mesh, tell: Tell, *, effort: float = 1.0) -> dict[str, Any]:
@@ -84,15 +87,28 @@ def measure_rank(mesh: Mesh, tell: Tell, *, effort: float = 1.0) -> dict[str, An
 
     tell: of what was just measured. effort: of the repetitions, relative to what gives steady figures.
     """
-    clock = _Clock(mesh, effort, tell)
+    clock = _Clock(mesh, effort / ROUNDS, tell)
+    rounds = [_round(clock) for _ in range(ROUNDS)]
     return {
         "ranks": mesh.layout.world_size,
         "threads": torch.get_num_threads(),
+        **{part: {kind: _fastest(rounds, part, kind) for kind in rounds[0][part]} for part in rounds[0]},
+    }
+
+
+def _round(clock: _Clock) -> dict[str, dict[str, list[list[float]]]]:
+    return {
         "products": {name: [_product(clock, *shape, name) for shape in PRODUCTS] for name in DTYPES},
         "attention": {name: [_attention(clock, length, name) for length in LENGTHS] for name in DTYPES},
         "steps": {name: [_steps(clock, probe, name) for probe in PROBES] for name in PRECISION_NAMES},
         "exchanges": _measure_exchanges(clock),
     }
+
+
+def _fastest(rounds: list[dict[str, dict[str, list[list[float]]]]], part: str, kind: str) -> list[list[float]]:
+    """Of each figure the least over the rounds: what disturbs makes it longer. Sizes are the same in all of them."""
+    rows = zip(*(each[part][kind] for each in rounds), strict=True)
+    return [[min(figures) for figures in zip(*row, strict=True)] for row in rows]
 
 
 class _Clock:
