@@ -6,24 +6,27 @@ Everything ends up in one object of plain values; what is printed and what is dr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelworks.cli.plan_request import read_hyper
 from modelworks.config import UserError, count_parameters, nearest
 from modelworks.layout import Layout
-from modelworks.plan import Found, Limits, evaluate, search
+from modelworks.plan import Candidate, Found, Limits, evaluate, search
 from modelworks.plan.answer import (
     details_answer,
     hyper_answer,
     job_answer,
     layout_answer,
+    neighbours_answer,
+    nothing_fits_answer,
     price_answer,
     run_answer,
     search_answer,
 )
 from modelworks.plan.emit import TARGETS, emit, refusals
+from modelworks.plan.frameworks import JobFacts, Vendor, frameworks_for
 from modelworks.plan.job import OF_PARALLEL
 from modelworks.plan.layout_keys import layout_text
 from modelworks.plan.reliability import reliability
@@ -37,6 +40,16 @@ COPY_BYTES_PER_SECOND = 10e9  # of one device, to its host: training stands stil
 WRITE_BYTES_PER_SECOND = 1e9  # of one device, to storage: training goes on meanwhile
 RESTART_SECONDS = 600.0  # noticing a failure, replacing the node, starting, loading
 FEWEST_DEVICES = 16  # below it failures are so rare that there is nothing to plan
+# Who makes the devices of the catalogue, by how their names begin.
+_VENDORS: dict[str, Vendor] = {
+    **dict.fromkeys(
+        ("V100", "A100", "A800", "H100", "H800", "H20", "GH", "B200", "B300", "GB", "L40", "RTX"), "nvidia"
+    ),
+    "MI": "amd",
+    "TPU": "google",
+    "Ascend": "huawei",
+    **dict.fromkeys(("CPU", "this-machine"), "cpu"),
+}
 
 
 @dataclass(frozen=True)
@@ -105,12 +118,15 @@ def _values(request: Request, found: Search | None, ranked: list[Found]) -> dict
         "limits": {"fixed": dict(limits.fixed), "max_tp": limits.max_tp, "memory_headroom": limits.headroom},
         "layouts": [layout(each) for each in ranked],
         "winner": None,
+        "neighbours": neighbours_answer(found) if found else [],
+        "nothing_fits": nothing_fits_answer(found) if found else None,
         "goals": {name: layout(each) for name, each in found.goals.items()} if found else {},
         "own": _own(request, layout) if found else None,
         "search": search_answer(found) if found else None,
         "price": price_values,
         "run": None,
         "reliability": None,
+        "frameworks": [],
         "hyper": hyper_answer(request.hyper) if request.hyper else None,
     }
     if ranked:
@@ -118,6 +134,7 @@ def _values(request: Request, found: Search | None, ranked: list[Found]) -> dict
         values["winner"] = {**layout(best), **details_answer(best.prediction)}
         values["run"] = run_answer(job, best.prediction, request.tokens, price) if request.tokens else None
         values["reliability"] = _reliability(best)
+        values["frameworks"] = _frameworks(best.candidate)
     return values
 
 
@@ -132,6 +149,24 @@ def _own(request: Request, layout: Callable[[Found], dict[str, Any]]) -> dict[st
         fixed["micro_batch"] = run.train.micro_batch
     found = search(job, Limits(fixed=fixed, headroom=request.limits.headroom), top=1)
     return layout(found.best[0]) if found.best else None
+
+
+def _frameworks(candidate: Candidate) -> list[dict[str, Any]]:
+    """Which programs could run it, the first choice first; none for devices that no advice is known for."""
+    vendor = next((vendor for prefix, vendor in _VENDORS.items() if candidate.device.name.startswith(prefix)), None)
+    if vendor is None:
+        return []
+    parallel = candidate.parallel
+    facts = JobFacts(
+        task="pretraining",
+        parameters=count_parameters(candidate.model).total,
+        n_devices=candidate.n_devices,
+        vendor=vendor,
+        axes=frozenset(axis for axis in ("tp", "pp", "cp", "ep") if getattr(parallel, axis) > 1),
+        experts=candidate.model.n_experts > 0,
+        offload=parallel.offload,
+    )
+    return [asdict(each) for each in frameworks_for(facts)]
 
 
 def _reliability(best: Found) -> dict[str, Any] | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from modelworks.config import format_count
+
+OF_EACH_VERDICT = 4  # neighbours printed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,9 +36,13 @@ def _print_plan(answer: dict[str, Any], output: Output) -> None:
         output.console.print(_table(rows))
     if winner:
         _print_winner(answer, winner, output)
+    if answer["neighbours"]:
+        _print_neighbours(answer["neighbours"], output)
     if answer["goals"]:
         output.print()
         output.console.print(_table(list(answer["goals"].items()), whole=True))
+    if answer["nothing_fits"]:
+        _print_nothing_fits(answer["nothing_fits"], output)
     _print_run(answer, output)
 
 
@@ -63,6 +70,33 @@ def _print_winner(answer: dict[str, Any], winner: dict[str, Any], output: Output
         output.print(f"  {text}")
 
 
+def _print_neighbours(neighbours: list[dict[str, Any]], output: Output) -> None:
+    from rich.table import Table
+
+    table = Table("one step away", "", "", box=None, pad_edge=False)
+    shown: Counter[str] = Counter()
+    for each in neighbours:
+        shown[each["verdict"]] += 1
+        if shown[each["verdict"]] <= OF_EACH_VERDICT:
+            table.add_row(each["change"], each["verdict"], each["why"])
+    output.print()
+    output.console.print(table)
+    if more := sum(max(0, count - OF_EACH_VERDICT) for count in shown.values()):
+        output.print(f"({more} more in --json and --html)")
+
+
+def _print_nothing_fits(nothing: dict[str, Any], output: Output) -> None:
+    smallest = nothing["smallest"]
+    output.print()
+    output.print(
+        "nothing fits" + (f"; the smallest change that does: {smallest}" if smallest else ", whatever is changed")
+    )
+    for each in nothing["attempts"]:
+        limit, needed = each["memory_limit_bytes"] / 1e9, each["memory_bytes"] / 1e9
+        verdict = "fits" if each["fits"] else f"{each['short_by_bytes'] / 1e9:,.1f} GB too much"
+        output.print(f"  {each['change']}: {needed:,.1f} of {limit:,.0f} GB, {verdict}: {each['layout']}")
+
+
 def _print_run(answer: dict[str, Any], output: Output) -> None:
     run, price, failures, winner = answer["run"], answer["price"], answer["reliability"], answer["winner"]
     lines = []
@@ -79,6 +113,11 @@ def _print_run(answer: dict[str, Any], output: Output) -> None:
             f"{seconds(failures['save_every_seconds'])} ({failures['save_every_steps']:,} steps); "
             f"{failures['goodput']:.1%} of the time is training"
         )
+    if answer["frameworks"]:
+        first = [each for each in answer["frameworks"] if each["fit"] == "first choice"]
+        others = [each["framework"] for each in answer["frameworks"] if each["fit"] == "possible"]
+        lines += [f"framework: {each['framework']}, for {each['reason']} ({each['source']})" for each in first]
+        lines += [f"also possible: {', '.join(others)}"] if others else []
     if lines:
         output.print()
     for line in lines:
@@ -122,7 +161,7 @@ def _table(rows: list[tuple[str, dict[str, Any]]], *, whole: bool = False) -> Ta
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    heads = ["layout"] if whole else ["layout", "micro-batch", "recompute"]
+    heads = ["layout", "GPUs"] if whole else ["layout", "micro-batch", "recompute"]
     heads += ["step", "tokens/s", "MFU", "memory", "bubble"]
     has_price = any(found["usd_per_million_tokens"] is not None for _, found in rows)
     for head in ["", *heads, *(["$/M tokens"] if has_price else [])]:
@@ -143,7 +182,7 @@ def _cells(found: dict[str, Any], *, whole: bool) -> list[str]:
         f"{found['bubble']:.1%}",
     ]
     if whole:
-        return [found["layout"], *figures]
+        return [found["layout"], f"{found['gpus']:,}", *figures]
     split = [text for text in found["layout"].split(",") if not text.startswith(("micro_batch=", "recompute="))]
     keys = found["keys"]
     return [",".join(split) or "one process", str(keys["micro_batch"]), keys["recompute"], *figures]

@@ -84,6 +84,38 @@ def search_answer(found: Search) -> dict[str, Any]:
     }
 
 
+def neighbours_answer(found: Search) -> list[dict[str, Any]]:
+    """Layouts one step from the best, and what speaks against each."""
+    return [
+        {
+            "change": each.change,
+            "verdict": each.verdict,
+            "why": each.why,
+            "layout": None if each.candidate is None else layout_text(each.candidate),
+            "step_seconds": None if each.prediction is None else each.prediction.step_seconds,
+            "memory_bytes": None if each.prediction is None else each.prediction.memory,
+        }
+        for each in found.neighbours
+    ]
+
+
+def nothing_fits_answer(found: Search) -> dict[str, Any] | None:
+    """What is missing where nothing fits: the smallest change that is enough, and what the others fall short by."""
+    if found.nothing_fits is None:
+        return None
+    attempts = [
+        {
+            "change": each.change,
+            "fits": each.fits,
+            "short_by_bytes": each.short_by,
+            **layout_answer(each.candidate, each.prediction),
+        }
+        for each in found.nothing_fits.attempts
+    ]
+    smallest = found.nothing_fits.smallest
+    return {"attempts": attempts, "smallest": None if smallest is None else smallest.change}
+
+
 def price_answer(job: Job, per_device_hour: float | None) -> tuple[Price | None, dict[str, Any] | None]:
     """The price of an hour of the job's devices. per_device_hour: the user's own, else list prices are looked up."""
     price = price_of(job.device, job.n_devices, 3600.0, per_device_hour=per_device_hour)

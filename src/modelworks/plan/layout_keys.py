@@ -20,6 +20,7 @@ LAYOUT_KEYS = (
     "tp",
     "sequence_parallel",
     "cp",
+    "cp_mode",
     "pp",
     "pp_schedule",
     "pp_virtual",

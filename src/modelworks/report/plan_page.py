@@ -48,17 +48,16 @@ def write_plan(path: Path, answer: Mapping[str, Any]) -> Path:
         assumed=answer["assumed"],
         winner=winner,
         tiles=_tiles(answer),
-        explanation=answer.get("explanation") or (winner or {}).get("reasons", []),
+        explanation=(winner or {"reasons": []})["reasons"],
         layouts=[_row(place, found) for place, found in enumerate(layouts, 1)],
-        goals=[[name, *_row(name, found)[1:]] for name, found in answer.get("goals", {}).items()],
-        neighbours=answer.get("neighbours", []),
+        goals=[[*_row(name, found), f"{found['gpus']:,}"] for name, found in answer["goals"].items()],
+        neighbours=[[each["change"], each["verdict"], each["why"]] for each in answer["neighbours"]],
         time=_time(layouts),
         memory=_memory(winner) if winner else None,
         gantt=gantt(winner["timeline"]) if winner and winner["timeline"] else None,
         scatter=_scatter(answer),
-        search=answer.get("search"),
-        nothing_fits=answer.get("nothing_fits"),
-        notes=answer.get("notes", []),
+        search=answer["search"],
+        notes=_notes(answer),
     )
 
 
@@ -87,7 +86,7 @@ def _tiles(answer: Mapping[str, Any]) -> list[dict[str, str]]:
         ("fullest rank", _gigabytes(winner["memory_bytes"]), f"of {_gigabytes(winner['memory_limit_bytes'])}"),
         ("bubble", numbers.percent(winner["bubble"]), "of the pipeline, mean over ranks"),
     ]
-    if run := answer.get("run"):
+    if run := answer["run"]:
         tiles.append(("whole run", numbers.duration(run["seconds"]), f"{numbers.count(run['tokens'])} tokens"))
     return [{"label": label, "value": value, "detail": detail} for label, value, detail in tiles]
 
@@ -102,6 +101,42 @@ def _row(place: int | str, found: Mapping[str, Any]) -> list[str]:
         _gigabytes(found["memory_bytes"]) + ("" if found["fits"] else ", too much"),
         numbers.percent(found["bubble"]),
     ]
+
+
+def _notes(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Sections of the run as a whole: title, table, sentences."""
+    notes = []
+    if price := answer["price"]:
+        notes.append({"title": "Cost", "rows": _costs(answer), "head": ["", "US dollars"], "text": [price["source"]]})
+    if failures := answer["reliability"]:
+        rows = [
+            ["one failure in", numbers.duration(3600 * failures["mean_hours_between_failures"])],
+            [
+                "save every",
+                f"{numbers.duration(failures['save_every_seconds'])}, {failures['save_every_steps']:,} steps",
+            ],
+            ["time that is training", numbers.percent(failures["goodput"])],
+        ]
+        assumed = (
+            f"Assumed: a save stands still for {failures['save_seconds']:.2g} s and is written in "
+            f"{failures['write_seconds']:.2g} s; {numbers.duration(failures['restart_seconds'])} from a failure until "
+            "training goes on."
+        )
+        notes.append({"title": "Failures", "rows": rows, "head": ["", ""], "text": [assumed, *failures["reasons"]]})
+    if advice := answer["frameworks"]:
+        rows = [[each["framework"], each["fit"], each["reason"], each["source"]] for each in advice]
+        head = ["framework", "", "why", "source"]
+        notes.append({"title": "Programs that could run it", "rows": rows, "head": head, "text": []})
+    return notes
+
+
+def _costs(answer: Mapping[str, Any]) -> list[list[str]]:
+    rows = [["an hour of one device", f"{answer['price']['usd_per_device_hour']:,.2f}"]]
+    if answer["winner"]:
+        rows.append(["a million tokens", f"{answer['winner']['usd_per_million_tokens']:,.2f}"])
+    if answer["run"]:
+        rows.append([f"the run of {numbers.count(answer['run']['tokens'])} tokens", f"{answer['run']['usd']:,.0f}"])
+    return rows
 
 
 def _time(layouts: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -130,7 +165,7 @@ def _memory(winner: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scatter(answer: Mapping[str, Any]) -> dict[str, Any] | None:
-    search = answer.get("search")
+    search = answer["search"]
     if not search or not search["points"]["step_seconds"]:
         return None
     best = [(found["memory_bytes"], found["step_seconds"], found["layout"]) for found in answer["layouts"]]
