@@ -52,6 +52,7 @@ def answer(**changes: Any) -> dict[str, Any]:
         "layouts": [layout(), layout(2.5)],
         "winner": {**layout(), "stage_bytes": [BYTES, {**BYTES, "activations": 2e9}], "timeline": timeline()},
         "goals": {"fastest": layout(), "least memory": layout(2.5)},
+        "explanation": [],
         "neighbours": [{"change": "tp=4 instead of 2", "verdict": "does not fit", "why": "stage <0> needs more"}],
         "nothing_fits": None,
         "search": {"evaluated": 1234, "fitting": 1000, "points": points},

@@ -26,6 +26,7 @@ from modelworks.plan.answer import (
     search_answer,
 )
 from modelworks.plan.emit import TARGETS, emit, refusals
+from modelworks.plan.explain import explain
 from modelworks.plan.frameworks import JobFacts, Vendor, frameworks_for
 from modelworks.plan.job import OF_PARALLEL
 from modelworks.plan.layout_keys import layout_text
@@ -118,6 +119,7 @@ def _values(request: Request, found: Search | None, ranked: list[Found]) -> dict
         "limits": {"fixed": dict(limits.fixed), "max_tp": limits.max_tp, "memory_headroom": limits.headroom},
         "layouts": [layout(each) for each in ranked],
         "winner": None,
+        "explanation": _explanation(found) if found else [],
         "neighbours": neighbours_answer(found) if found else [],
         "nothing_fits": nothing_fits_answer(found) if found else None,
         "goals": {name: layout(each) for name, each in found.goals.items()} if found else {},
@@ -136,6 +138,12 @@ def _values(request: Request, found: Search | None, ranked: list[Found]) -> dict
         values["reliability"] = _reliability(best)
         values["frameworks"] = _frameworks(best.candidate)
     return values
+
+
+def _explanation(found: Search) -> list[str]:
+    """Without what it says of the neighbours, which have a table of their own."""
+    changes = tuple(f"{each.change}: " for each in found.neighbours)
+    return [text for text in explain(found) if not text.startswith(changes)]
 
 
 def _own(request: Request, layout: Callable[[Found], dict[str, Any]]) -> dict[str, Any] | None:

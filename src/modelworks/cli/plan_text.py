@@ -66,7 +66,7 @@ def _print_winner(answer: dict[str, Any], winner: dict[str, Any], output: Output
     output.print()
     if answer["search"]:
         output.print(f"the best: --layout {winner['layout']}")
-    for text in winner["reasons"]:
+    for text in answer["explanation"] or winner["reasons"]:
         output.print(f"  {text}")
 
 

@@ -48,7 +48,7 @@ def write_plan(path: Path, answer: Mapping[str, Any]) -> Path:
         assumed=answer["assumed"],
         winner=winner,
         tiles=_tiles(answer),
-        explanation=(winner or {"reasons": []})["reasons"],
+        explanation=answer["explanation"] or (winner or {"reasons": []})["reasons"],
         layouts=[_row(place, found) for place, found in enumerate(layouts, 1)],
         goals=[[*_row(name, found), f"{found['gpus']:,}"] for name, found in answer["goals"].items()],
         neighbours=[[each["change"], each["verdict"], each["why"]] for each in answer["neighbours"]],
