@@ -14,12 +14,15 @@ import subprocess
 import sys
 
 MINUTES = {
+    "checkpoint_layouts": 5,
     "checkpoint_load": 3,
     "checkpoint_planning": 1,
     "checkpoint_save": 5,
     "loader": 1,
     "loss_memory": 4,
     "parallel": 14,
+    "plan_here": 10,
+    "plan_search": 1,
     "residual_depth": 6,
     "train_throughput": 12,
     "verify_random": 4,
