@@ -47,7 +47,7 @@ def _train(config: RunConfig, mesh: Any) -> None:
     precision = PRECISIONS[config.train.precision]
     model = split_model(config, mesh, dtype=precision.parameter_dtype)
     model.train()
-    optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
+    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
     batch = _tokens(config).rows(data_rows(model, config.train.global_batch))
     for step in range(STEPS):
         gradients = compute_gradients(

@@ -236,7 +236,7 @@ class _Contender:
             dtype=torch.float32,
         )
         model.train()
-        optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
+        optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
         rows = tokens(self.size).rows(data_rows(model, config.train.global_batch))
         micro_batch = int(config.train.micro_batch)
 

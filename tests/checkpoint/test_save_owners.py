@@ -127,7 +127,7 @@ def test_shards_are_the_parts_of_what_this_rank_holds() -> None:
 
 def test_a_state_of_another_shape_is_not_mistaken_for_a_slice() -> None:
     owners = Owners(lambda rank: {"w": ShardSpec.whole("w", (6, 4))}, 0, 1)
-    with pytest.raises(ValueError, match=r"optimizer/w/row: shape \(6,\), its parameter's is \(6, 4\)"):
+    with pytest.raises(ValueError, match=r"optimizer/w/row: shape \(6,\), that of w is \(6, 4\)"):
         owners.shards("optimizer", {"w/row": torch.zeros(6)})
     [row] = whole_shards("optimizer", {"w/row": torch.ones(6)})  # given as what it is
     assert row.spec == ShardSpec.whole("w/row", (6,))

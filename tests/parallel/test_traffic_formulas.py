@@ -106,7 +106,7 @@ def trained(mesh: Mesh, name: str) -> dict[str, Any]:
         dtype=precision.parameter_dtype,
     )
     model.train()
-    optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
+    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
     rows = torch.zeros(mesh.size("ep"), dtype=torch.int64)
     for step in range(2):
         mesh.traffic.take()

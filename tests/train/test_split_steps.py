@@ -42,7 +42,7 @@ def steps(mesh: Mesh, overrides: list[str], precision: Precision, count: int = 1
     config = read(*overrides)
     model = split_model(config, mesh, dtype=precision.parameter_dtype)
     model.train()
-    optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
+    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
     scaler = LossScaler(config.train.loss_scale) if precision.scales_loss else None
     results = []
     for step in range(count):
@@ -96,12 +96,15 @@ class OfAnotherPrecision:
     def slice(self, section: str, name: str, bounds: Sequence[tuple[int, int]]) -> Tensor:
         return torch.full([stop - start for start, stop in bounds], self.VALUE if name.endswith("master") else 0.0)
 
+    def check_files(self) -> None:
+        """There are none."""
+
 
 def computed_after_restoring(mesh: Mesh, overrides: list[str]) -> dict[str, bool]:
     """Whether what each parameter computes with is the master weight of the run before, in all its elements."""
     config = read(*overrides)
     model = split_model(config, mesh, dtype=torch.float32)
-    optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
+    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
     checkpoint: Any = OfAnotherPrecision(config)
     TrainState(model, optimizer).restore(CarefulReader(checkpoint))
     return {name: bool((leaf == checkpoint.VALUE).all()) for name, leaf in model.gradients.leaves().items()}

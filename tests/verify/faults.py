@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import modelworks.optim.adamw
+import modelworks.optim.optimizer
 import modelworks.parallel.apply
 import modelworks.parallel.data
 import modelworks.parallel.expert
@@ -260,7 +260,7 @@ def _no_master_weights(mesh: Mesh) -> Any:
     build = modelworks.verify.runs.build_optimizer
 
     def without(*arguments: Any, **more: Any) -> Any:
-        with patch(modelworks.optim.adamw, "_LOW_PRECISION", ()):
+        with patch(modelworks.optim.optimizer, "_LOW_PRECISION", ()):
             return build(*arguments, **more)
 
     return patch(modelworks.verify.runs, "build_optimizer", _once(without, build))

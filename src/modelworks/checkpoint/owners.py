@@ -56,7 +56,8 @@ class Shard:
 class Owners:
     """What one rank writes of the tensors of a split model; made once for a run.
 
-    specs_of: rank -> what it stores, by parameter name (`SplitModel.stored_specs`).
+    specs_of: rank -> what it stores, by parameter name (`SplitModel.stored_specs`), and by `<parameter>/<state>` where
+    a state has another shape than its parameter.
     """
 
     def __init__(self, specs_of: Callable[[int], Specs], rank: int, world_size: int) -> None:
@@ -65,19 +66,20 @@ class Owners:
         self._writes = share_out(held)[rank]
 
     def shards(self, section: str, tensors: Mapping[str, Tensor]) -> list[Shard]:
-        """This rank's part of tensors that are split as the parameters are.
+        """This rank's part of tensors that are split as the parameters are, or as they themselves are said to be.
 
-        tensors: `<parameter>` or `<parameter>/<state>` -> this rank's slice, of the parameter's local shape.
+        tensors: `<parameter>` or `<parameter>/<state>` -> this rank's slice. A state with a spec of its own has its
+        shape, any other its parameter's.
         """
         shards = []
         for name, tensor in tensors.items():
-            parameter = name.partition("/")[0]
-            held = self._held[parameter]
+            split_as = name if name in self._held else name.partition("/")[0]
+            held = self._held[split_as]
             if tuple(tensor.shape) != held.local_shape:
                 raise ValueError(
-                    f"{section}/{name}: shape {tuple(tensor.shape)}, its parameter's is {held.local_shape}"
+                    f"{section}/{name}: shape {tuple(tensor.shape)}, that of {split_as} is {held.local_shape}"
                 )
-            for spec in self._writes.get(parameter, ()):
+            for spec in self._writes.get(split_as, ()):
                 part = tensor.detach()[within(spec.bounds, held.bounds)]
                 shards.append(Shard(section, replace(spec, name=name), part))
         return shards

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from modelworks.config.counts import parameter_shapes
 from modelworks.config.errors import Problem, nearest
 from modelworks.config.model import ModelConfig
+from modelworks.config.optimizers import HABITS, SPECIFIC, users_of
 from modelworks.config.quantities import Duration
 
 if TYPE_CHECKING:
+    from modelworks.config.health import HealthConfig
     from modelworks.config.run import DataConfig, OptimizerConfig, ScheduleConfig, Sections, TrainConfig
 
 
@@ -80,6 +82,7 @@ def _unused(sections: Sections) -> Iterator[tuple[str, str]]:
         decays = optimizer.weight_decay or any(group.weight_decay for group in optimizer.groups)
         if not decays:
             yield "optimizer.no_decay", "optimizer.weight_decay is 0"
+        yield from _unused_in_optimizer(optimizer)
     if schedule := sections.schedule:
         if schedule.name != "wsd":
             yield "schedule.decay", f"only wsd has a decay phase, and schedule.name is {schedule.name}"
@@ -99,6 +102,25 @@ def _unused(sections: Sections) -> Iterator[tuple[str, str]]:
         if not checkpoint.async_:
             for key in ("staging", "when_busy"):
                 yield f"checkpoint.{key}", "checkpoint.async is false, so nothing is written while training goes on"
+    if health := sections.health:
+        yield from _unused_in_health(health)
+
+
+def _unused_in_health(health: HealthConfig) -> Iterator[tuple[str, str]]:
+    because = f"and health.spikes is {health.spikes}"
+    if health.spikes == "off":
+        for key in ("window", "threshold"):
+            yield f"health.{key}", f"it says what a spike is, {because}"
+    if health.spikes in ("off", "warn", "skip"):
+        yield "health.calm", f"it is for answers beyond skip, {because}"
+    if health.spikes not in ("slow", "stop"):
+        yield "health.slow_factor", f"the rate is lowered by slow and stop, {because}"
+
+
+def _unused_in_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:
+    for key in sorted(SPECIFIC - HABITS[optimizer.name].uses):
+        used_by = " and ".join(", ".join(users_of(key)).rsplit(", ", 1))
+        yield f"optimizer.{key}", f"it is a setting of {used_by}, and optimizer.name is {optimizer.name}"
 
 
 def _unused_in_model(model: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -8,14 +8,16 @@ nothing written in a file is ever silently ignored.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from modelworks.config.checks import cross_problems
 from modelworks.config.errors import ProblemsError
+from modelworks.config.health import HealthConfig
 from modelworks.config.model import Frozen, Length, ModelConfig, Positive, Probability
 from modelworks.config.named_models import expand_model
+from modelworks.config.optimizers import OptimizerName, own_values
 from modelworks.config.quantities import ByteSize, Duration, Flag, Real, Whole, Words
 
 # Names become directories and parts of record names.
@@ -101,15 +103,40 @@ class ParameterGroup(Frozen):
 
 
 class OptimizerConfig(Frozen):
-    name: Literal["adamw"] = "adamw"
+    """Keys that are not written take the chosen optimiser's own values; the defaults here are AdamW's. Those that it
+    does not use may not be written (`modelworks.config.optimizers`)."""
+
+    name: OptimizerName = "adamw"
     lr: NonNegative = 3e-4
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     eps: Annotated[Real, Field(gt=0.0)] = 1e-8
     weight_decay: NonNegative = 0.1
     # no decay for norms, biases and embeddings: globs over full parameter names
     no_decay: list[str] = ["*norm.weight", "*.bias", "*embedding.weight"]
+    momentum: Probability = 0.9
+    nesterov: Flag = False
+    # trust ratios: norms and biases take the rate as it is
+    no_trust: list[str] = ["*norm.weight", "*.bias"]
+    trust_clamp: tuple[NonNegative, NonNegative] | None = None  # lamb: bounds of a weight's norm in its ratio
+    trust_coefficient: Annotated[Real, Field(gt=0.0)] = 1e-3  # lars
+    first_moment: Probability | None = None  # adafactor: decay of a first moment; null: none
+    decay_exponent: Annotated[Real, Field(gt=0.0, le=1.0)] = 0.8  # adafactor: beta2 = 1 - t^-exponent
+    update_clip: Annotated[Real, Field(gt=0.0)] = 1.0  # adafactor: root mean square of an update, at most
+    relative_step: Flag = True  # adafactor: the rate is at most 1 / sqrt(t)
+    scale_parameter: Flag = True  # adafactor: times the tensor's root mean square
+    min_scale: Annotated[Real, Field(gt=0.0)] = 1e-3  # adafactor: at least so much of it
     lr_scaling: Literal["none"] = "none"
     groups: list[ParameterGroup] = []
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _own_values(cls, value: Any, handler: ModelWrapValidatorHandler[OptimizerConfig]) -> OptimizerConfig:
+        """`model_fields_set` remains what was written."""
+        if not isinstance(value, dict):
+            return handler(value)
+        made = handler({**own_values(value.get("name")), **value})
+        made.model_fields_set.intersection_update(value)
+        return made
 
 
 class ScheduleConfig(Frozen):
@@ -174,10 +201,6 @@ class EvaluateConfig(Frozen):
     best_mode: Literal["min", "max"] = "min"
 
 
-class HealthConfig(Frozen):
-    spikes: Literal["off"] = "off"
-
-
 class RunConfig(Frozen):
     """The whole run. Made from a file by `load_run_config`; contradictions between keys are refused here too."""
 
@@ -222,6 +245,7 @@ class Sections:
     schedule: ScheduleConfig | None
     checkpoint: CheckpointConfig | None
     evaluate: EvaluateConfig | None
+    health: HealthConfig | None
 
     @classmethod
     def names(cls) -> list[str]:

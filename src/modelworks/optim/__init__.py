@@ -13,22 +13,30 @@ from modelworks.optim.groups import ParameterOptions, parameter_options
 from modelworks.optim.schedules import Schedule, build_schedule
 
 if TYPE_CHECKING:
-    from modelworks.optim.adamw import AdamW as AdamW
-    from modelworks.optim.adamw import build_optimizer as build_optimizer
     from modelworks.optim.clip import Reduce as Reduce
     from modelworks.optim.clip import clip_gradients as clip_gradients
+    from modelworks.optim.optimizer import Optimizer as Optimizer
+    from modelworks.optim.optimizer import build_optimizer as build_optimizer
+    from modelworks.optim.sums import Split as Split
 
 __all__ = [
-    "AdamW",
+    "Optimizer",
     "ParameterOptions",
     "Reduce",
     "Schedule",
+    "Split",
     "build_optimizer",
     "build_schedule",
     "clip_gradients",
     "parameter_options",
 ]
 
-_NEED_TORCH = {"AdamW": "adamw", "build_optimizer": "adamw", "clip_gradients": "clip", "Reduce": "clip"}
+_NEED_TORCH = {
+    "Optimizer": "optimizer",
+    "build_optimizer": "optimizer",
+    "clip_gradients": "clip",
+    "Reduce": "clip",
+    "Split": "sums",
+}
 
 __getattr__ = lazily(__name__, _NEED_TORCH)

@@ -24,8 +24,9 @@ from modelworks.config import RunConfig, parameter_shapes
 from modelworks.layout import ParameterPlan, ShardSpec, plan_parameters, stages_of
 from modelworks.layout.pipeline import Program, build_program, stage_layers
 from modelworks.models import Transformer, default_dtype, initialize_slice
+from modelworks.optim import Split
 from modelworks.parallel.expert import shard_experts
-from modelworks.parallel.gradients import Fill, GradientStore, build_gradient_store
+from modelworks.parallel.gradients import Fill, GradientStore, build_gradient_store, world_reduce
 from modelworks.parallel.logical import Assembler
 from modelworks.parallel.mesh import Mesh
 from modelworks.parallel.pipeline import PipelineExecutor, build_parts, share_embedding
@@ -57,6 +58,15 @@ class SplitModel:
     def counted(self) -> set[str]:
         """Names of the shards that this rank counts in sums over all ranks."""
         return {name for name, plan in self.plans.items() if plan.stored.counted}
+
+    @cached_property
+    def split(self) -> Split:
+        """How the stored shards lie in the whole model, for an optimiser."""
+        return Split(
+            specs={name: plan.stored for name, plan in self.plans.items()},
+            shapes=parameter_shapes(self.config.model),
+            reduce=world_reduce(self.mesh) if self.mesh.layout.world_size > 1 else None,
+        )
 
     @property
     def parameter_names(self) -> list[str]:

@@ -176,7 +176,7 @@ def _steps(clock: _Clock, probe: Mapping[str, int], precision_name: str) -> list
     micro_batch = int(config.train.micro_batch)
     model = split_model(config, single_process(clock.device), dtype=precision.parameter_dtype)
     model.train()
-    optimizer = build_optimizer(model.stored.items(), config.optimizer, all_names=model.parameter_names)
+    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
     batch = _batch(config).to(clock.device)
     first = batch.rows(slice(0, micro_batch))
     (part,) = model.parts.values()

@@ -17,6 +17,7 @@ from modelworks.optim import build_optimizer
 from modelworks.parallel import Fill, Mesh, split_model, state_allocator
 from modelworks.train.derivation import Derived
 from modelworks.train.experts import set_expert_biases
+from modelworks.train.health import Watch
 from modelworks.train.precision import LossScaler
 from modelworks.train.reading import CarefulReader
 from modelworks.train.state import TrainState
@@ -46,9 +47,10 @@ def build_state(
             set_expert_biases(model, {name: bias.load() for name, bias in source.biases.items()})
     allocate = state_allocator(config.parallel, mesh.device, scratch / f"rank-{mesh.rank}")
     optimizer = build_optimizer(
-        model.stored.items(), config.optimizer, all_names=model.parameter_names, allocate=allocate
+        model.stored.items(), config.optimizer, split=model.split, allocate=allocate
     )
-    return TrainState(model, optimizer, scaler)
+    watch = Watch(config, model, optimizer, warmup_steps=derived.warmup_steps)
+    return TrainState(model, optimizer, scaler, watch=watch)
 
 
 def _values(config: RunConfig, reader: CarefulReader | None) -> Fill | None:

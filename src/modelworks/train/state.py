@@ -20,10 +20,12 @@ from torch import Tensor
 from modelworks.checkpoint import Identity, Owners, Shard, whole_shards
 from modelworks.config import RunConfig
 from modelworks.data import Dataset
+from modelworks.layout import ShardSpec
 from modelworks.models import routing_state
-from modelworks.optim import AdamW
+from modelworks.optim import Optimizer
 from modelworks.parallel import SplitModel
 from modelworks.train.experts import set_expert_biases
+from modelworks.train.health import Watch
 from modelworks.train.precision import LossScaler
 from modelworks.train.reading import CarefulReader
 from modelworks.train.saved_values import SavedValues
@@ -34,23 +36,25 @@ class TrainState:
     """step: batches consumed, and so the loader's position. best: (value, step) of `evaluate.best_metric` so far.
 
     metrics: what was evaluated at this very step, empty at most steps; saved with it, so that the best checkpoint is
-    the one that was evaluated. resumed_from: the checkpoint that it became, by path or URL, for people.
+    the one that was evaluated. resumed_from: the checkpoint that it became, by path or URL, for people. watch: judges and
+    measures steps.
     """
 
     model: SplitModel
-    optimizer: AdamW
+    optimizer: Optimizer
     scaler: LossScaler | None = None
     step: int = 0
     best: tuple[float, int] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     resumed_from: str | None = None
+    watch: Watch | None = None
 
     @cached_property
     def shards(self) -> list[Shard]:
         """What this rank writes of a checkpoint, sections `model`, `optimizer` and, where experts are balanced,
         `routing`. Made once: updates change the tensors in place."""
         mesh = self.model.mesh
-        owners = Owners(self.model.stored_specs, mesh.rank, mesh.layout.world_size)
+        owners = Owners(self._specs, mesh.rank, mesh.layout.world_size)
         shards = owners.shards("model", self.model.stored)
         shards += owners.shards("optimizer", dict(self.optimizer.named_state()))
         if all(mesh.place(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp")):
@@ -79,6 +83,8 @@ class TrainState:
             if self.scaler:
                 saved.set_scale(self.scaler)
             self.best = saved.best()
+            if self.watch and self.watch.monitor:
+                saved.set_health(self.watch.monitor)
             set_expert_biases(
                 self.model, {name: reader.whole("routing", name) for name in checkpoint.shapes("routing")}
             )
@@ -94,20 +100,29 @@ class TrainState:
     def _slices(self, reader: CarefulReader) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the optimiser's tensors."""
         known = set(self.model.parameter_names)
+        specs = self.optimizer.state_specs(self.model.split.specs)
         for full, shape in reader.checkpoint.shapes("optimizer").items():
             name = full.rpartition("/")[0]
             if name not in known:
                 raise ValueError(f"optimiser state {full} belongs to no parameter of this model")
             if name in self.model.plans:
-                spec = self.model.plans[name].stored
-                if shape != spec.shape:
-                    raise ValueError(f"optimiser state {full}: shape {shape}, expected {spec.shape}")
-                yield full, reader.slice("optimizer", full, spec.bounds)
+                if full not in specs:
+                    raise ValueError(f"optimiser state {full}: {self.optimizer.config.name} keeps no such thing")
+                if shape != specs[full].shape:
+                    raise ValueError(f"optimiser state {full}: shape {shape}, expected {specs[full].shape}")
+                yield full, reader.slice("optimizer", full, specs[full].bounds)
+
+    def _specs(self, rank: int) -> dict[str, ShardSpec]:
+        """What any rank stores: parameters, and state that is not of their shape."""
+        parameters = self.model.stored_specs(rank)
+        states = self.optimizer.state_specs(parameters)
+        return parameters | {n: s for n, s in states.items() if s.bounds != parameters[n.rpartition("/")[0]].bounds}
 
     def _values(self) -> dict[str, Any]:
         return {
             "updates": self.optimizer.updates,
             "loader_step": self.step,
             "loss_scaler": self.scaler.state() if self.scaler else None,
+            "health": self.watch.monitor.state() if self.watch and self.watch.monitor else None,
             "best": self.best and {"value": self.best[0], "step": self.best[1]},
         }

@@ -8,8 +8,9 @@ however unequal their target counts, the gradients are the same up to rounding. 
 rank's mean, the common mistake, weighs tokens of short micro-batches more.)
 
 A loss or gradient norm that is not finite: under fp16 the step is skipped and the loss scale halved; in every
-other precision it raises `NonFiniteStep` *before* anything is updated, so that the state is still good. Loss and norm
-are the same numbers on every rank, so all ranks decide alike.
+other precision it raises `NonFiniteStep` *before* anything is updated, so that the state is still good, or is left out
+where a watch says so (`modelworks.train.health`). Loss and norm are the same numbers on every rank, so all ranks decide
+alike.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from modelworks.config import RunConfig, UserError
 from modelworks.data.batch import Batch
-from modelworks.optim import AdamW, clip_gradients
+from modelworks.optim import Optimizer, clip_gradients
 from modelworks.parallel import SplitModel, world_reduce
 from modelworks.train.experts import balance_experts
+from modelworks.train.health import Judgement, Watch
 from modelworks.train.micro_batches import MicroBatches
 from modelworks.train.precision import LossScaler, Precision
 
@@ -33,13 +35,17 @@ from modelworks.train.precision import LossScaler, Precision
 class StepResult:
     """loss: nats per target token, without z-loss and smoothing. grad_norm: of the unscaled gradients before
     clipping. applied: False where fp16 overflowed and the update was skipped. routing: figures of experts, by name.
-    held: in a measured step, bytes on this rank at the update by category, and `gradients_accumulating` before it."""
+    held: in a measured step, bytes on this rank at the update by category, and `gradients_accumulating` before it.
+    judgement: of this step, where steps are judged; an update that it refuses is left out whole. rows: (first, end) of
+    the global batch's rows with the highest loss, in a step with a spike."""
 
     loss: float
     grad_norm: float
     applied: bool
     routing: dict[str, float]
     held: dict[str, int] = field(default_factory=dict)
+    judgement: Judgement | None = None
+    rows: tuple[int, int] | None = None
 
 
 class NonFiniteStep(Exception):
@@ -65,7 +71,7 @@ class Gradients:
 
 def train_step(
     model: SplitModel,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     batch: Batch,
     config: RunConfig,
     *,
@@ -74,17 +80,18 @@ def train_step(
     micro_batch: int,
     precision: Precision,
     scaler: LossScaler | None = None,
+    watch: Watch | None = None,
 ) -> StepResult:
     """Update the model once on a global batch.
 
     batch: the rows of this data-parallel rank (`data_rows`). step: updates asked for so far, which keys the dropout
-    masks.
+    masks. watch: judges the step and measures it.
     """
     scale = scaler.scale if scaler else 1.0
     gradients = compute_gradients(
         model, batch, config, step=step, micro_batch=micro_batch, precision=precision, loss_scale=scale
     )
-    return apply_gradients(model, optimizer, gradients, config, lr=lr, loss_scale=scale, scaler=scaler)
+    return apply_gradients(model, optimizer, gradients, config, lr=lr, loss_scale=scale, scaler=scaler, watch=watch)
 
 
 def compute_gradients(
@@ -124,29 +131,35 @@ def compute_gradients(
 
 def apply_gradients(
     model: SplitModel,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     gradients: Gradients,
     config: RunConfig,
     *,
     lr: float,
     loss_scale: float = 1.0,
     scaler: LossScaler | None = None,
+    watch: Watch | None = None,
 ) -> StepResult:
     """Clip by the one global norm and update. Frees the gradients, also where the step is refused."""
     by_name, loss, settings = gradients.by_name, gradients.loss, config.train
     if loss_scale != 1.0 and by_name:  # a stage in the middle may hold no parameters
         torch._foreach_mul_(list(by_name.values()), 1.0 / loss_scale)
+    if watch:
+        watch.before_clipping(by_name)
     norm = clip_gradients(
         by_name,
-        settings.grad_clip,
+        watch.clip_at if watch else settings.grad_clip,
         float(settings.grad_clip_norm),
         reduce=world_reduce(model.mesh) if model.mesh.layout.world_size > 1 else None,
         counted=model.counted,
     )
     good = math.isfinite(norm) and math.isfinite(loss)
+    # An overflow of fp16 is no fault of the step: the loss scale answers it.
+    judgement = watch.judge(loss, norm) if watch and (good or not scaler) else None
+    refused = judgement is not None and not judgement.applied
     if scaler:
         scaler.update(overflowed=not good)
-    elif not good:
+    elif not good and (judgement is None or not refused or judgement.stops):
         model.gradients.end_step()
         raise NonFiniteStep(loss, norm, _bad_rows(model, gradients))
     routing: dict[str, float] = {}
@@ -154,12 +167,18 @@ def apply_gradients(
     if model.measures:
         held = {**model.gradients.bytes(), "optimizer": optimizer.state_bytes()}
         held["gradients_accumulating"] = gradients.micro.accumulating
-    if good:
+    rows = _highest_loss(model, gradients) if judgement and judgement.spikes else None
+    applied = good and not refused
+    if applied:
+        if watch:
+            watch.before_update()
         optimizer.step(by_name, lr)
+        if watch:
+            watch.after_update()
         model.gradients.after_update()
         routing = balance_experts(model, gradients.micro.routings, config.train.global_batch)
     model.gradients.end_step()
-    return StepResult(loss, norm, applied=good, routing=routing, held=held)
+    return StepResult(loss, norm, applied, routing, held, judgement, rows)
 
 
 def data_rows(model: SplitModel, global_batch: int) -> slice:
@@ -188,3 +207,17 @@ def _bad_rows(model: SplitModel, gradients: Gradients) -> tuple[int, int] | None
     first = gradients.micro.rows_of(bad[0]) if bad else None
     found = [rows for rows in model.mesh.group("world").gather_objects(first) if rows is not None]
     return min(found, default=None)
+
+
+def _highest_loss(model: SplitModel, gradients: Gradients) -> tuple[int, int] | None:
+    """The rows of the micro-batch, over all ranks, with the highest mean loss; one that is not finite before others."""
+    micro, sums = gradients.micro, dict[tuple[int, int], list[float]]()
+    own = {micro.rows_of(index): (float(loss), micro.weight_of(index)) for index, loss in micro.losses.items()}
+    if model.mesh.place("tp"):
+        own = {}
+    for rank in model.mesh.group("world").gather_objects(own):  # of context-parallel ranks each has some columns
+        for rows, (loss, weight) in rank.items():
+            total = sums.setdefault(rows, [0.0, 0.0])
+            total[0], total[1] = total[0] + loss, total[1] + weight
+    means = {rows: loss / weight if weight else 0.0 for rows, (loss, weight) in sums.items()}
+    return max(means, key=lambda rows: (not math.isfinite(means[rows]), means[rows], -rows[0]), default=None)

@@ -31,7 +31,7 @@ from modelworks.models import (
     initialize_slice,
     update_router_bias,
 )
-from modelworks.optim import AdamW, build_optimizer
+from modelworks.optim import Optimizer, build_optimizer
 from modelworks.parallel import Mesh, SplitModel, split_model, state_allocator
 from modelworks.train import NonFiniteStep, Precision, apply_gradients, compute_gradients, data_rows
 from modelworks.verify.batches import verification_batch
@@ -86,13 +86,13 @@ def run_split(config: RunConfig, steps: int, precision: Precision, mesh: Mesh) -
     with tempfile.TemporaryDirectory(prefix="modelworks-offload-") as scratch:
         allocate = state_allocator(config.parallel, mesh.device, Path(scratch) / f"rank-{mesh.rank}")
         optimizer = build_optimizer(
-            model.stored.items(), config.optimizer, all_names=model.parameter_names, allocate=allocate
+            model.stored.items(), config.optimizer, split=model.split, allocate=allocate
         )
         return _observe_split(model, optimizer, config, steps, precision), model
 
 
 def _observe_split(
-    model: SplitModel, optimizer: AdamW, config: RunConfig, steps: int, precision: Precision
+    model: SplitModel, optimizer: Optimizer, config: RunConfig, steps: int, precision: Precision
 ) -> Observed | None:
     mesh = model.mesh
     observed = Observed([], [], [], _assembled(model, model.stored), {})
@@ -211,7 +211,7 @@ def _fill(spec: ShardSpec, out: Tensor, config: RunConfig) -> None:
             out += noise
 
 
-def _updated(parameters: Mapping[str, Tensor], optimizer: AdamW) -> dict[str, Tensor]:
+def _updated(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
     """What the optimiser updates: the float32 copy of a parameter in low precision, where it has one."""
     masters = {name.removesuffix("/master"): tensor for name, tensor in optimizer.named_state() if "/master" in name}
     return {name: masters.get(name, tensor.float() if masters else tensor) for name, tensor in parameters.items()}

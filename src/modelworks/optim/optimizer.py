@@ -1,27 +1,28 @@
-"""AdamW: Adam with decoupled weight decay (Loshchilov & Hutter 2017, 1711.05101).
+"""`Optimizer`: the parameters of a run, their state, and a rule that updates them.
 
-    m <- b1 m + (1 - b1) g            v <- b2 v + (1 - b2) g^2
-    p <- p (1 - lr decay)             p <- p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+What differs between optimisers is a `Rule` (`modelworks.optim.pieces`); what they share is here. State is kept by full
+parameter name and is at least float32. A parameter stored in bf16 or fp16 gets a float32 *master* copy, which is what
+the update changes; the stored parameter is its rounding. Without it an update smaller than half a unit in the last
+place (2^-9 of the weight in bf16) would be lost, and most updates are.
 
-The update is elementwise, so any slice of a parameter can be updated by whoever holds it. State is kept by full
-parameter name and is at least float32. A parameter stored in bf16 or fp16 gets a float32 *master* copy, which is
-what the update changes; the stored parameter is its rounding. Without it an update smaller than half a unit in
-the last place (2^-9 of the weight in bf16) would be lost, and most updates are.
-
-torch's fused kernel does the arithmetic (one pass over memory); what is stored, and in which dtype, is decided here.
+A state is a logical tensor of its own (`Rule.states`), of its parameter's shape or another, and a rank holds the slice
+that goes with its slice of the parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from modelworks.config import OptimizerConfig
+from modelworks.layout import ShardSpec
 from modelworks.optim.groups import ParameterOptions, parameter_options
+from modelworks.optim.pieces import Piece, Rule, Step
+from modelworks.optim.rules import build_rule
+from modelworks.optim.sums import Split, Sums
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -34,44 +35,49 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]],
     config: OptimizerConfig,
     *,
-    all_names: Sequence[str] | None = None,
+    split: Split | None = None,
     allocate: Allocate | None = None,
-) -> AdamW:
+) -> Optimizer:
     """The optimiser that `config.name` names, over the parameters that require a gradient.
 
-    all_names: of the whole model, where `named_parameters` are those of one rank: patterns must match one of them.
+    split: where `named_parameters` are those of one rank; None where they are the whole model.
     allocate: makes the state elsewhere (host memory, files); every parameter then has a master copy there too.
+    Raises UserError for a pattern that matches no parameter of the model.
     """
-    return AdamW(named_parameters, config, all_names=all_names, allocate=allocate)
+    return Optimizer(named_parameters, config, build_rule(config), split=split, allocate=allocate)
 
 
 @dataclass(frozen=True)
 class _Slot:
     """One parameter. `updated` is the tensor that the update changes: the master copy if there is one."""
 
+    spec: ShardSpec
     parameter: Tensor
     updated: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    count: Tensor  # float32 scalar beside the state: updates done, as the fused kernel wants it
+    state: dict[str, Tensor]
     options: ParameterOptions
 
 
-class AdamW:
+class Optimizer:
     """named_parameters: (full name, tensor); tensors that need no gradient are left alone."""
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, Tensor]],
         config: OptimizerConfig,
+        rule: Rule,
         *,
-        all_names: Sequence[str] | None = None,
+        split: Split | None = None,
         allocate: Allocate | None = None,
     ) -> None:
         parameters = {name: tensor for name, tensor in named_parameters if tensor.requires_grad}
-        options = parameter_options(all_names or parameters, config)
-        self.config = config
-        self._slots = {name: _new_slot(name, tensor, options[name], allocate) for name, tensor in parameters.items()}
+        options = parameter_options(split.shapes if split else parameters, config)
+        specs = split.specs if split else {n: ShardSpec.whole(n, tuple(t.shape)) for n, t in parameters.items()}
+        self.config, self.rule = config, rule
+        self._sums = Sums(split)
+        self._slots = {
+            name: _new_slot(specs[name], tensor, rule, options[name], allocate) for name, tensor in parameters.items()
+        }
         self._updates = 0
 
     @property
@@ -89,41 +95,42 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """One update with rate `lr`. gradients: one for every parameter, of its shape.
+        """One update with rate `lr`. gradients: one for every parameter, of its shape. All ranks call it together.
 
         Raises KeyError for a missing gradient: a parameter outside the graph should not require one.
         """
-        for options in dict.fromkeys(slot.options for slot in self._slots.values()):
-            group = {name: slot for name, slot in self._slots.items() if slot.options == options}
-            slots = list(group.values())
-            adamw(
-                [slot.updated for slot in slots],
-                [gradients[name].to(slot.updated.device, slot.updated.dtype) for name, slot in group.items()],
-                [slot.exp_avg for slot in slots],
-                [slot.exp_avg_sq for slot in slots],
-                [],
-                [slot.count for slot in slots],
-                fused=slots[0].updated.device.type in ("cpu", "cuda"),
-                amsgrad=False,
-                maximize=False,
-                beta1=self.config.betas[0],
-                beta2=self.config.betas[1],
-                lr=lr * options.lr_multiplier,
-                weight_decay=options.weight_decay,
-                eps=self.config.eps,
+        pieces = [
+            Piece(
+                slot.spec,
+                slot.updated,
+                gradients[name].to(slot.updated.device, slot.updated.dtype),
+                slot.state,
+                slot.options,
             )
+            for name, slot in self._slots.items()
+        ]
+        self.rule.update(pieces, Step(lr, self._updates + 1), self._sums)
         for slot in self._slots.values():
             if slot.updated is not slot.parameter:
                 slot.parameter.copy_(slot.updated)
         self._updates += 1
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything to save besides `updates`: (`<parameter>/<state>`, tensor), each of its parameter's shape."""
+        """Everything to save besides `updates`: (`<parameter>/<state>`, tensor), slices as `state_specs` says."""
         for name, slot in self._slots.items():
-            yield f"{name}/exp_avg", slot.exp_avg
-            yield f"{name}/exp_avg_sq", slot.exp_avg_sq
+            for kind, tensor in slot.state.items():
+                yield f"{name}/{kind}", tensor
             if slot.updated is not slot.parameter:
                 yield f"{name}/master", slot.updated
+
+    def state_specs(self, specs: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
+        """What a rank that holds these slices of parameters holds of their state: `<parameter>/<state>` -> spec. Also
+        of a master copy, whether this run keeps one or not."""
+        found = {}
+        for name, spec in specs.items():
+            for kind, state in {**self.rule.states(spec), "master": spec}.items():
+                found[f"{name}/{kind}"] = ShardSpec(f"{name}/{kind}", state.shape, state.bounds, state.counted)
+        return found
 
     @torch.no_grad()
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], updates: int) -> None:
@@ -151,23 +158,30 @@ class AdamW:
                 missing.discard(name)
         if missing:
             raise ValueError(f"optimiser state is missing {', '.join(sorted(missing)[:3])} ({len(missing)} in all)")
-        for slot in self._slots.values():
-            slot.count.fill_(updates)
         self._updates = updates
 
 
-def _new_slot(name: str, parameter: Tensor, options: ParameterOptions, allocate: Allocate | None) -> _Slot:
+def _new_slot(
+    spec: ShardSpec, parameter: Tensor, rule: Rule, options: ParameterOptions, allocate: Allocate | None
+) -> _Slot:
     if not parameter.is_contiguous():
-        # torch's fused kernel takes it for contiguous and writes beside it.
-        raise ValueError(f"{name}: an optimiser updates contiguous tensors, this one has strides {parameter.stride()}")
+        # torch's fused kernels take it for contiguous and write beside it.
+        raise ValueError(
+            f"{spec.name}: an optimiser updates contiguous tensors, this one has strides {parameter.stride()}"
+        )
     wide = torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype
     # A detached alias: same memory, and in-place updates need no permission from autograd.
     stored = parameter.detach()
     if allocate is None:
         updated = stored.float() if wide != parameter.dtype else stored
-        exp_avg, exp_avg_sq = torch.zeros_like(updated), torch.zeros_like(updated)
+
+        def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=parameter.device)
+
     else:
-        updated = allocate(f"{name}/master", parameter.shape, wide).copy_(stored)
-        exp_avg, exp_avg_sq = (allocate(f"{name}/{kind}", parameter.shape, wide) for kind in ("exp_avg", "exp_avg_sq"))
-    count = torch.zeros((), dtype=torch.float32, device=updated.device)
-    return _Slot(stored, updated, exp_avg, exp_avg_sq, count, options)
+        updated = allocate(f"{spec.name}/master", parameter.shape, wide).copy_(stored)
+    state = {
+        kind: allocate(f"{spec.name}/{kind}", torch.Size(held.local_shape), wide)
+        for kind, held in rule.states(spec).items()
+    }
+    return _Slot(spec, stored, updated, state, options)
