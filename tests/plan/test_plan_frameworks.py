@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelworks.plan.frameworks import FRAMEWORKS, JobFacts, Task, Vendor, frameworks_for
+from modelworks.hardware import Vendor
+from modelworks.plan.frameworks import FRAMEWORKS, JobFacts, Task, frameworks_for
 
 AXES = ("tp", "pp", "cp", "ep")
 FACTS = st.builds(

@@ -138,6 +138,8 @@ def _device(found: MachineFacts, machine: Machine, rates: list[Rates]) -> Device
     on = MeasuredOn(cpu=found.cpu, cores=found.cores, torch=machine.torch, at=at, accelerator=gpu.name if gpu else None)
     if gpu is None:
         return calibrated_device(found, rates, on, peaks=machine.gemm)
+    import torch
+
     entry = match_cuda_name(gpu.name)
     update: dict[str, Any] = {
         "measured_bf16_tflops": machine.gemm["bf16"] / 1e12,
@@ -156,6 +158,7 @@ def _device(found: MachineFacts, machine: Machine, rates: list[Rates]) -> Device
         )
     base = entry or Device(
         name=gpu.name,
+        vendor="amd" if torch.version.hip else "nvidia",
         memory_gb=gpu.memory / 1e9,
         dense_tflops={"fp32": machine.gemm["fp32"] / 1e12, "bf16": machine.gemm["bf16"] / 1e12},
         source=f"measured here with torch {machine.torch}, {at}",

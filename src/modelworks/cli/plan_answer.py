@@ -27,7 +27,7 @@ from modelworks.plan.answer import (
 )
 from modelworks.plan.emit import TARGETS, emit, refusals
 from modelworks.plan.explain import explain
-from modelworks.plan.frameworks import JobFacts, Vendor, frameworks_for
+from modelworks.plan.frameworks import FRAMEWORKS, JobFacts, frameworks_for
 from modelworks.plan.job import OF_PARALLEL
 from modelworks.plan.layout_keys import layout_text
 from modelworks.plan.reliability import reliability
@@ -41,16 +41,6 @@ COPY_BYTES_PER_SECOND = 10e9  # of one device, to its host: training stands stil
 WRITE_BYTES_PER_SECOND = 1e9  # of one device, to storage: training goes on meanwhile
 RESTART_SECONDS = 600.0  # noticing a failure, replacing the node, starting, loading
 FEWEST_DEVICES = 16  # below it failures are so rare that there is nothing to plan
-# Who makes the devices of the catalogue, by how their names begin.
-_VENDORS: dict[str, Vendor] = {
-    **dict.fromkeys(
-        ("V100", "A100", "A800", "H100", "H800", "H20", "GH", "B200", "B300", "GB", "L40", "RTX"), "nvidia"
-    ),
-    "MI": "amd",
-    "TPU": "google",
-    "Ascend": "huawei",
-    **dict.fromkeys(("CPU", "this-machine"), "cpu"),
-}
 
 
 @dataclass(frozen=True)
@@ -161,8 +151,8 @@ def _own(request: Request, layout: Callable[[Found], dict[str, Any]]) -> dict[st
 
 def _frameworks(candidate: Candidate) -> list[dict[str, Any]]:
     """Which programs could run it, the first choice first; none for devices that no advice is known for."""
-    vendor = next((vendor for prefix, vendor in _VENDORS.items() if candidate.device.name.startswith(prefix)), None)
-    if vendor is None:
+    vendor = candidate.device.vendor
+    if vendor is None or not any(vendor in each.vendors for each in FRAMEWORKS):
         return []
     parallel = candidate.parallel
     facts = JobFacts(

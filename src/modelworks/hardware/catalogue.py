@@ -24,6 +24,7 @@ from modelworks.hardware.rates import Entry, Figure, Rates
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 AttentionKernel = Literal["triton", "flash", "fused"]
+Vendor = Literal["nvidia", "amd", "intel", "google", "amazon", "huawei", "cpu"]  # which software can run on it
 DIRECTORY_VARIABLE = "MODELWORKS_HARDWARE"
 
 
@@ -55,6 +56,7 @@ class Device(Entry):
     """
 
     name: str
+    vendor: Vendor | None = None  # None: not said, then no program is advised or refused
     also: list[str] = []
     cuda_names: list[str] = []
     memory_gb: Figure

@@ -78,6 +78,7 @@ def calibrated_device(
     whole = rates[0]
     return Device(
         name=THIS_MACHINE,
+        vendor="cpu",
         memory_gb=found.memory / 1e9,
         memory_bandwidth_tb_s=whole.memory_bandwidth_gb_s / 1e3,
         dense_tflops={dtype: (peaks[dtype] if peaks else whole.best_product(dtype)) / 1e12 for dtype in whole.products},

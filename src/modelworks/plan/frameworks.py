@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from modelworks.hardware import Vendor
+
 Task = Literal["pretraining", "fine-tuning", "reinforcement learning"]
-Vendor = Literal["nvidia", "amd", "google", "huawei", "cpu"]
 Fit = Literal["first choice", "possible", "not for this"]
 
 LARGE = 256  # devices from which on what an unnoticed defect costs asks for the most used program
@@ -139,6 +140,11 @@ FRAMEWORKS = (
         "https://pypi.org/project/openrlhf/0.3.7",
     ),
 )
+
+
+def runs_on(framework: str) -> tuple[Vendor, ...]:
+    """Whose devices a framework runs on, by what it says of itself. framework: the name, in any case."""
+    return next(each.vendors for each in FRAMEWORKS if each.name.lower() == framework.lower())
 
 
 def frameworks_for(facts: JobFacts) -> list[Advice]:

@@ -19,6 +19,7 @@ from modelworks.plan.candidate import Candidate
 from modelworks.plan.emit import to_deepspeed, to_fsdp, to_megatron, to_modelworks, to_torchtitan
 from modelworks.plan.emit.launch import LAUNCH, Nodes, plain, scripts
 from modelworks.plan.emit.settings import OFF, Wanted, effective
+from modelworks.plan.frameworks import runs_on
 from modelworks.plan.layout_keys import layout_text
 
 __all__ = ["TARGETS", "emit", "read_back", "refusals"]
@@ -42,6 +43,7 @@ def emit(target: str, candidate: Candidate, out: Path, *, run: RunConfig | None 
     another file under a name that would be written.
     """
     module = _module(target)
+    _check_vendor(target, candidate)
     wanted, nodes = Wanted.of(candidate, run), Nodes.of(candidate.device, candidate.n_devices)
     if reasons := _refusals(target, wanted):
         raise UserError(f"{target} cannot run this layout: " + "; ".join(reasons))
@@ -81,6 +83,15 @@ def _module(target: str) -> ModuleType:
         hint = f"; did you mean {close}?" if close else ""
         raise UserError(f"no target is called {plain(target)!r}, expected one of {', '.join(TARGETS)}{hint}")
     return _TARGETS[target]
+
+
+def _check_vendor(target: str, candidate: Candidate) -> None:
+    """The scripts start a program that must run on such devices."""
+    vendor, known = candidate.device.vendor, runs_on(target)
+    if vendor is not None and vendor not in known:
+        raise UserError(
+            f"{target} runs on {', '.join(known)}, by its own word, not on {plain(candidate.device.name)} ({vendor})"
+        )
 
 
 def _refusals(target: str, wanted: Wanted) -> list[str]:
