@@ -27,6 +27,11 @@ if TYPE_CHECKING:
         nearest as nearest,
         show_value as show_value,
     )
+    from modelworks.config.health import (
+        RUNGS as RUNGS,
+        HealthConfig as HealthConfig,
+        Rung as Rung,
+    )
     from modelworks.config.load import (
         dump_yaml as dump_yaml,
         load_run_config as load_run_config,
@@ -56,7 +61,6 @@ if TYPE_CHECKING:
         CheckpointConfig as CheckpointConfig,
         DataConfig as DataConfig,
         EvaluateConfig as EvaluateConfig,
-        HealthConfig as HealthConfig,
         LossScaleConfig as LossScaleConfig,
         MixtureChange as MixtureChange,
         OptimizerConfig as OptimizerConfig,
@@ -91,6 +95,7 @@ _OFFERS = {
         "training_flops_per_token",
     ],
     "errors": ["ConfigError", "Problem", "ProblemsError", "UserError", "nearest", "show_value"],
+    "health": ["RUNGS", "HealthConfig", "Rung"],
     "load": ["dump_yaml", "load_run_config", "parse_run_config"],
     "model": ["ModelConfig", "RopeScaling"],
     "named_models": ["preset", "preset_names", "preset_source", "presets"],
@@ -100,7 +105,6 @@ _OFFERS = {
         "CheckpointConfig",
         "DataConfig",
         "EvaluateConfig",
-        "HealthConfig",
         "LossScaleConfig",
         "MixtureChange",
         "OptimizerConfig",

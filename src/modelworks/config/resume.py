@@ -31,7 +31,7 @@ MAY_CHANGE = {
     "data.mixture_changes": "samples that are not drawn yet may be drawn otherwise",
     "checkpoint.*": "when and what to keep",
     "evaluate.*": "measures, and changes nothing",
-    "health.*": "watches, and changes nothing",
+    "health.*": "what is done about spikes from here on",
 }
 
 # Key (or glob) -> why it may not. What no pattern names is refused with the last reason.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +81,24 @@ class TrainLoader:
     def places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each row of a step the number of its source and its first token: names the data of a bad step."""
         return self._order.places(step * self.global_batch + np.arange(self.global_batch, dtype=np.int64))
+
+    def documents(self, step: int, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """What the rows of a step are cut from: {sample, source, documents: [first, last]}, documents by their number
+        in the source's training stream. rows: some of them, in the order wanted."""
+        sources, starts = self.places(step)
+        found = []
+        for row in rows if rows is not None else range(self.global_batch):
+            source, start = self._sources[int(sources[row])], int(starts[row])
+            first, last = np.searchsorted(source.train.starts, [start, start + self.seq_len], side="right") - 1
+            last = min(int(last), source.train.n_documents - 1)
+            found.append(
+                {
+                    "sample": step * self.global_batch + row,
+                    "source": source.name,
+                    "documents": [int(first), last],
+                }
+            )
+        return found
 
     def iterate(self, start_step: int = 0, rows: slice | None = None, *, ahead: int = 4) -> Iterator[Batch]:
         """Batches from `start_step` on, without end, made ahead of need by a thread.

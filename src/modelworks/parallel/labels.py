@@ -52,6 +52,7 @@ class Labels:
         self.current_step: int | None = None
         self.text = "start"
         self.begun: dict[tuple[int, ...], Operation] = {}  # the last operation of each group
+        self.waited_seconds = 0.0  # that this rank has waited in all
         self._waits: dict[int, tuple[Operation, float]] = {}
         self._unfinished: dict[int, tuple[Operation, float, Callable[[], bool]]] = {}
         self._slot = _Slot(file, rank) if file else None
@@ -82,11 +83,13 @@ class Labels:
     def waiting(self, operation: Operation) -> Iterator[None]:
         """For the length of the block this rank can only go on when others do their part."""
         key = id(operation)
-        self._waits[key] = (operation, time.monotonic())
+        started = time.monotonic()
+        self._waits[key] = (operation, started)
         try:
             yield
         finally:
             del self._waits[key]
+            self.waited_seconds += time.monotonic() - started
 
     def unfinished(self, operation: Operation, finished: Callable[[], bool]) -> None:
         """An operation that runs on a device while this process goes on; it counts as awaited until `finished()`."""

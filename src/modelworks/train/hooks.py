@@ -46,7 +46,7 @@ class Recording:
             log.figure(step, name, figure)
         if state.scaler:
             log.figure(step, "train/loss_scale", state.scaler.scale)
-            if not result.applied:
+            if not result.applied and (result.judgement is None or result.judgement.applied):
                 log.event(step, "warning", f"gradients overflowed: step skipped, loss scale now {state.scaler.scale:g}")
         self.losses.append(result.loss)
         self.speeds.append(speed)

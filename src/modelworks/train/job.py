@@ -28,6 +28,7 @@ from modelworks.train.derivation import Derived
 from modelworks.train.evaluation.samples import choose_prompts
 from modelworks.train.experts import whole_model
 from modelworks.train.forecast import Forecaster, compare_forecast, say_forecast
+from modelworks.train.health.records import HealthRecords
 from modelworks.train.hooks import Questions, Recording, Validation, describe_speed
 from modelworks.train.loop import Hook, TrainingFailed, run_steps
 from modelworks.train.one_rank import on_rank_0
@@ -126,6 +127,7 @@ class _Hooks:
     log: RunLog
     terminal: Terminal
     recording: Recording
+    health: HealthRecords | None
     split: SplitRecords | None
     validation: Validation
     questions: Questions | None
@@ -136,7 +138,7 @@ class _Hooks:
         # Records of the split before the evaluation, which goes through the same executor.
         return [
             hook
-            for hook in (self.recording, self.split, self.validation, self.questions, self.checkpoints)
+            for hook in (self.recording, self.health, self.split, self.validation, self.questions, self.checkpoints)
             if hook is not None
         ]
 
@@ -207,6 +209,7 @@ def _build_hooks(
         log,
         terminal,
         recording=Recording(log, terminal, memory, loader.tokens_per_step, flops, peak_flops),
+        health=HealthRecords(log, terminal, loader, state.model.mesh) if state.watch else None,
         split=SplitRecords(log, derived, state, run_dir) if state.model.mesh.layout.world_size > 1 else None,
         validation=Validation(log, terminal, derived, text, dataset, loader, prompts),
         questions=Questions(log, terminal, derived.tasks_every, questions) if questions else None,

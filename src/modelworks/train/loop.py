@@ -15,6 +15,7 @@ from modelworks.data.batch import Batch
 from modelworks.parallel import agree
 from modelworks.parallel.traffic import Volume
 from modelworks.train.derivation import Derived
+from modelworks.train.health import Judgement
 from modelworks.train.state import TrainState
 from modelworks.train.step import NonFiniteStep, StepResult, train_step
 from modelworks.train.stopping import StopRequest
@@ -30,7 +31,8 @@ class TrainingFailed(Exception):
 class StepDone:
     """step: updates asked for so far, this one included. seconds: the step alone, with its wait for data.
 
-    sent: (axis, kind of collective) -> what this rank sent in it.
+    waited: seconds of it in which this process waited for other ranks. sent: (axis, kind of collective) -> what this
+    rank sent in it.
     """
 
     step: int
@@ -40,6 +42,7 @@ class StepDone:
     last: bool  # of the whole run
     stopping: bool  # asked to stop: nothing but saving should follow
     sent: dict[tuple[str, str], Volume] = field(default_factory=dict)
+    waited: float = 0.0
 
 
 class Hook(Protocol):
@@ -59,11 +62,14 @@ def run_steps(
     source = iter(batches)
     stopping = agree(stop.requested, mesh)
     while state.step < derived.total_steps and not stopping:
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), mesh.labels.waited_seconds
         mesh.traffic.take()
         mesh.labels.step(state.step + 1)
         mesh.labels.doing("data")
         batch, lr = next(source), rate(state.step)
+        if state.watch:
+            state.watch.begin(state.step + 1)
+            lr *= state.watch.rate_factor
         mesh.labels.doing("forward and backward passes")
         try:
             result = train_step(
@@ -76,6 +82,7 @@ def run_steps(
                 micro_batch=derived.micro_batch,
                 precision=derived.precision,
                 scaler=state.scaler,
+                watch=state.watch,
             )
         except NonFiniteStep as error:
             raise TrainingFailed(_explain(error, state.step, derived)) from error
@@ -93,9 +100,20 @@ def run_steps(
             last=state.step == derived.total_steps,
             stopping=stopping,
             sent=mesh.traffic.take(),
+            waited=mesh.labels.waited_seconds - waited,
         )
         for hook in hooks:
             hook.after_step(state, done)
+        if result.judgement and result.judgement.stops:
+            raise TrainingFailed(_stopped(result.judgement, state.step))
+
+
+def _stopped(judgement: Judgement, step: int) -> str:
+    steps = ", ".join(map(str, judgement.steps))
+    return (
+        f"step {step}: {judgement.reason}; health.spikes: the answers to spikes are used up (steps {steps}, whose "
+        "updates were left out); their samples and documents are in the records and the report"
+    )
 
 
 def _explain(error: NonFiniteStep, step: int, derived: Derived) -> str:

@@ -78,6 +78,10 @@ class MicroBatches:
         """(first, end) of a micro-batch's rows in the global batch."""
         return self._first_rows[index], self._first_rows[index] + self._parts[index].n_rows
 
+    def weight_of(self, index: int) -> float:
+        """The sum of a micro-batch's loss weights, over the columns of this rank."""
+        return float(self._parts[index].target_weight())
+
     def forward(self, stage: int, part: Transformer, index: int, inputs: dict[str, Tensor]) -> Outputs:
         """One stage on one micro-batch: what goes to the next stage, or the objective to differentiate."""
         micro = self._parts[index]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from modelworks.train.health import Monitor
 from modelworks.train.precision import LossScaler
 
 _SHOWN = 80  # characters of a value that makes no sense
@@ -42,6 +43,16 @@ class SavedValues:
             scaler.load_state(state)
         except (KeyError, TypeError, ValueError):
             raise _wrong("loss_scaler", state, '{"scale": a number, "good_steps": a whole number}') from None
+
+    def set_health(self, monitor: Monitor) -> None:
+        """A run that did not watch has nothing to go on from: the monitor then begins anew."""
+        state = self.values.get("health")
+        if state is None:
+            return
+        try:
+            monitor.load_state(state)
+        except (KeyError, TypeError, ValueError):
+            raise _wrong("health", state, "what a monitor saved, or null") from None
 
     def _get(self, key: str) -> Any:
         if key not in self.values:

@@ -36,8 +36,8 @@ class TrainState:
     """step: batches consumed, and so the loader's position. best: (value, step) of `evaluate.best_metric` so far.
 
     metrics: what was evaluated at this very step, empty at most steps; saved with it, so that the best checkpoint is
-    the one that was evaluated. resumed_from: the checkpoint that it became, by path or URL, for people. watch: judges and
-    measures steps.
+    the one that was evaluated. resumed_from: the checkpoint that it became, by path or URL, for people.
+    watch: judges and measures steps.
     """
 
     model: SplitModel

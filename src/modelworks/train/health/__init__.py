@@ -1,0 +1,9 @@
+"""The health of a run: what is measured of it, when a step is a spike, and what is done then."""
+
+from __future__ import annotations
+
+from modelworks.train.health.detector import Detector, Drift, Spike
+from modelworks.train.health.monitor import Judgement, Monitor
+from modelworks.train.health.watch import Watch
+
+__all__ = ["Detector", "Drift", "Judgement", "Monitor", "Spike", "Watch"]

@@ -1,0 +1,71 @@
+"""`Watch`: what looks at a step from inside it, between the backward pass and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from modelworks.config import RunConfig
+from modelworks.optim import Optimizer
+from modelworks.parallel import SplitModel
+from modelworks.train.health.layers import LayerProbe
+from modelworks.train.health.monitor import Judgement, Monitor
+
+
+class Watch:
+    """monitor: judges steps; None: nobody does. layers: figures of layers; None where they are never wanted."""
+
+    def __init__(self, config: RunConfig, model: SplitModel, optimizer: Optimizer, *, warmup_steps: int) -> None:
+        health, grad_clip = config.health, config.train.grad_clip
+        self.monitor: Monitor | None = None
+        if health.spikes != "off":
+            self.monitor = Monitor(health, warmup_steps=warmup_steps, grad_clip=grad_clip)
+        self.layers = LayerProbe(model.split) if health.layers_every else None
+        self._every, self._grad_clip = health.layers_every, grad_clip
+        self._model, self._optimizer = model, optimizer
+        self._updated: dict[str, Tensor] | None = None
+        self.step = 0
+
+    def begin(self, step: int) -> None:
+        """step: the one that comes, from 1."""
+        self.step = step
+
+    @property
+    def rate_factor(self) -> float:
+        return self.monitor.rate_factor(self.step) if self.monitor else 1.0
+
+    @property
+    def clip_at(self) -> float | None:
+        """The norm at which this step's gradients are clipped."""
+        return self.monitor.clip_at(self.step) if self.monitor else self._grad_clip
+
+    @property
+    def measures(self) -> LayerProbe | None:
+        """The probe, in a step whose layers are measured."""
+        return self.layers if self._every and self.step % self._every == 0 else None
+
+    def before_clipping(self, gradients: Mapping[str, Tensor]) -> None:
+        if probe := self.measures:
+            probe.gradients(gradients)
+
+    def judge(self, loss: float, norm: float) -> Judgement | None:
+        return self.monitor.judge(self.step, loss, norm) if self.monitor else None
+
+    def before_update(self) -> None:
+        if probe := self.measures:
+            probe.before(self._weights)
+
+    def after_update(self) -> None:
+        if probe := self.measures:
+            probe.after(self._weights)
+
+    @property
+    def _weights(self) -> dict[str, Tensor]:
+        """What the optimiser updates: master copies where there are any. Updates change the tensors in place."""
+        if self._updated is None:
+            state = self._optimizer.named_state()
+            masters = {name.removesuffix("/master"): tensor for name, tensor in state if name.endswith("/master")}
+            stored = self._model.stored
+            self._updated = {name: masters.get(name, tensor).detach() for name, tensor in stored.items()}
+        return self._updated
