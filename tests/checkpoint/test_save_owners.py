@@ -131,3 +131,16 @@ def test_a_state_of_another_shape_is_not_mistaken_for_a_slice() -> None:
         owners.shards("optimizer", {"w/row": torch.zeros(6)})
     [row] = whole_shards("optimizer", {"w/row": torch.ones(6)})  # given as what it is
     assert row.spec == ShardSpec.whole("w/row", (6,))
+
+
+def test_what_neighbours_both_hold_is_written_once() -> None:
+    held = [{"w/scales": ShardSpec("w/scales", (7, 4), (rows, (0, 4)))} for rows in [(0, 3), (2, 5), (4, 7)]]
+    writes = share_out(held)
+    counts = np.zeros((7, 4), dtype=int)
+    for specs, own in zip(writes, held, strict=True):
+        for spec in specs.get("w/scales", ()):
+            (first, last), (start, stop) = own["w/scales"].bounds[0], spec.bounds[0]
+            assert first <= start <= stop <= last
+            counts[spec.slices] += 1
+    assert (counts == 1).all()
+    grid_of((7, 4), [spec.bounds for own in writes for spec in own.get("w/scales", [])])  # raises where it is none

@@ -125,18 +125,19 @@ def _holders(held: Sequence[Specs]) -> dict[str, dict[Box, list[int]]]:
 
 def _aligned(shape: tuple[int, ...], boxes: Mapping[Box, list[int]]) -> list[tuple[Box, list[int]]]:
     """The boxes, cut further where one spans another's edge: with uneven shards ZeRO may cut one tensor-parallel shard
-    along another dimension than the next."""
+    along another dimension than the next, and neighbours may both hold what lies at their border (scales of blocks)."""
     cuts = tuple(
         tuple(sorted({0, size, *(edge for box in boxes for edge in box[dimension])}))
         for dimension, size in enumerate(shape)
     )
-    if len(boxes) == n_cells(cuts):  # they cover the tensor, so each of them is one cell
-        return list(boxes.items())
-    cells = []
+    if len(boxes) == n_cells(cuts) and sum(map(_volume, boxes)) == math.prod(shape):
+        return list(boxes.items())  # each of them is one cell
+    cells: dict[Box, list[int]] = defaultdict(list)
     for box, ranks in boxes.items():
         inside = [cell.box for cell in cells_in(cuts, box)]
-        cells += [(cell, ranks) for cell in inside or [box]]
-    return cells
+        for cell in inside or [box]:
+            cells[cell] += ranks
+    return list(cells.items())
 
 
 def _cut_cells(cells: Sequence[tuple[Box, list[int]]], most: int) -> Iterator[tuple[list[Box], list[int]]]:

@@ -13,6 +13,7 @@ from modelworks.layout.feasible import check_layout, describe, layout_problems, 
 from modelworks.layout.layout import AXES, Coordinates, Layout
 from modelworks.layout.placement import PLACEMENTS, V_SHAPED, ParameterPlan, placement, plan_parameters, stages_of
 from modelworks.layout.shards import ShardSpec, split_evenly, split_in_chunks, whole_tensors
+from modelworks.layout.tiles import n_tiles, tile_grid, tile_shape, tiles_of
 
 __all__ = [
     "AXES",
@@ -30,6 +31,7 @@ __all__ = [
     "is_copied",
     "layout_problems",
     "memory_of_run",
+    "n_tiles",
     "nearest_layouts",
     "neighbours",
     "placement",
@@ -39,5 +41,8 @@ __all__ = [
     "split_evenly",
     "split_in_chunks",
     "stages_of",
+    "tile_grid",
+    "tile_shape",
+    "tiles_of",
     "whole_tensors",
 ]

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelworks.config import ModelConfig, UserError, nearest, parameter_shapes
+from modelworks.layout import n_tiles
 
-BLOCK = 256  # elements that share one scale in 8-bit state
 SMALL = 4096  # tensors of fewer elements keep float32 state
 FLOAT = 4
 
@@ -82,7 +82,7 @@ def optimizer_bytes(name: str, shape: Sequence[int], *, parameter: str = "", hel
     size = math.prod(shape)
     at_ends = _at_ends(parameter)
     if rule.kind == "8bit" and size >= SMALL and not parameter.endswith("embedding.weight"):
-        return rule.moments * (elements + FLOAT * -(-elements // BLOCK))
+        return rule.moments * (elements + FLOAT * n_tiles(shape, local))
     if rule.kind == "factored" and len(shape) >= 2:
         *stacked, rows, columns = local
         return FLOAT * math.prod(stacked) * (rows + columns) if elements else 0
