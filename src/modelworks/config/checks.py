@@ -261,8 +261,10 @@ def _share(part: Duration, whole: Duration, train: TrainConfig, data: DataConfig
 def _patterns(model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
     # One layer's names stand for all, with the layer's number kept free for patterns that choose layers.
     names = list(parameter_shapes(model))
-    default = type(optimizer).model_fields["no_decay"].default
-    written = [(f"optimizer.no_decay.{i}", p) for i, p in enumerate(optimizer.no_decay) if p not in default]
+    written: list[tuple[str, str]] = []
+    for key in ("no_decay", "no_trust"):
+        usual = type(optimizer).model_fields[key].default
+        written += [(f"optimizer.{key}.{i}", p) for i, p in enumerate(getattr(optimizer, key)) if p not in usual]
     written += [(f"optimizer.groups.{i}.pattern", group.pattern) for i, group in enumerate(optimizer.groups)]
     for key, pattern in written:
         if not any(fnmatchcase(name, pattern) for name in names):

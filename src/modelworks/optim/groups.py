@@ -1,40 +1,40 @@
-"""Which parameters decay, and which learn faster: rules by glob over full parameter names.
+"""Which parameters decay, learn faster or take a trust ratio: rules by glob over full parameter names.
 
-`optimizer.no_decay` switches weight decay off; `optimizer.groups` then overrides, later entries winning. A
-pattern that the user wrote and that matches nothing is an error, because the run would silently be another one.
-The default patterns are exempt: a llama has no biases, and nobody asked for them.
+`optimizer.no_decay` switches weight decay off and `optimizer.no_trust` trust ratios; `optimizer.groups` then overrides,
+later entries winning. A pattern that the user wrote and that matches nothing is an error, because the run would
+silently be another one. The default patterns are exempt: a llama has no biases, and nobody asked for them.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from modelworks.config import OptimizerConfig, UserError
+from modelworks.config.optimizers import HABITS
 
 
 @dataclass(frozen=True)
 class ParameterOptions:
-    """lr_multiplier: times the schedule's rate. weight_decay: decoupled, multiplied by the rate at each update."""
+    """lr_multiplier: times the schedule's rate. weight_decay: multiplied by the rate at each update. trust: whether a
+    trust ratio scales its rate, in optimisers that have one."""
 
     lr_multiplier: float
     weight_decay: float
+    trust: bool = True
 
 
 def parameter_options(names: Iterable[str], config: OptimizerConfig) -> dict[str, ParameterOptions]:
     """The options of every parameter, in the order of `names`. Raises `UserError` for a pattern without a match."""
     names = list(names)
-    default_patterns = OptimizerConfig.model_fields["no_decay"].default
     options = dict.fromkeys(names, ParameterOptions(1.0, config.weight_decay))
-    for pattern in config.no_decay:
-        matches = _matches(pattern, names)
-        if not matches and pattern not in default_patterns:
-            raise _no_match("optimizer.no_decay", pattern, names)
-        for name in matches:
-            options[name] = replace(options[name], weight_decay=0.0)
+    for name in _exempt("no_decay", config, names):
+        options[name] = replace(options[name], weight_decay=0.0)
+    for name in _exempt("no_trust", config, names) if "no_trust" in HABITS[config.name].uses else ():
+        options[name] = replace(options[name], trust=False)
     for index, group in enumerate(config.groups):
         matches = _matches(group.pattern, names)
         if not matches:
@@ -45,6 +45,16 @@ def parameter_options(names: Iterable[str], config: OptimizerConfig) -> dict[str
             if group.weight_decay is not None:
                 options[name] = replace(options[name], weight_decay=group.weight_decay)
     return options
+
+
+def _exempt(key: str, config: OptimizerConfig, names: Sequence[str]) -> Iterator[str]:
+    """The parameters that the patterns of `optimizer.<key>` name."""
+    usual = OptimizerConfig.model_fields[key].default
+    for pattern in getattr(config, key):
+        matches = _matches(pattern, names)
+        if not matches and pattern not in usual:
+            raise _no_match(f"optimizer.{key}", pattern, names)
+        yield from matches
 
 
 def _matches(pattern: str, names: Sequence[str]) -> list[str]:

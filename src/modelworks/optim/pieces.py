@@ -81,13 +81,17 @@ class Batch:
     columns: tuple[list[Tensor], ...]
 
 
+def batch_elements(tensor: Tensor) -> int:
+    """How many elements of tensors like this one a batch has at most."""
+    size = _CACHED * torch.get_num_threads() if tensor.device.type == "cpu" else _SCRATCH
+    return size // tensor.element_size()
+
+
 def batches(pieces: Sequence[Piece], *kinds: str) -> Iterator[Batch]:
     """All elements of `pieces` (of one dtype and device, as from `alike`), in order."""
     if not pieces:
         return
-    first = pieces[0].value
-    limit = _CACHED * torch.get_num_threads() if first.device.type == "cpu" else _SCRATCH
-    limit //= first.element_size()
+    limit = batch_elements(pieces[0].value)
     batch = Batch([], tuple([] for _ in range(2 + len(kinds))))
     room = limit
     for owner, piece in enumerate(pieces):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from modelworks.config import OptimizerConfig
+from modelworks.optim.adafactor import Adafactor
 from modelworks.optim.adam import Adam
+from modelworks.optim.lion import Lion
 from modelworks.optim.pieces import Rule
 from modelworks.optim.sgd import Sgd
+from modelworks.optim.trust import Lamb, Lars
 
 
 def build_rule(config: OptimizerConfig) -> Rule:
@@ -14,4 +17,15 @@ def build_rule(config: OptimizerConfig) -> Rule:
             return Sgd(config.momentum, config.nesterov)
         case "adam" | "adamw":
             return Adam(config.betas, config.eps, decoupled=config.name == "adamw")
+        case "lamb":
+            return Lamb(config.betas, config.eps, config.trust_clamp)
+        case "lars":
+            return Lars(config.momentum, config.trust_coefficient, config.eps)
+        case "lion":
+            return Lion(config.betas)
+        case "adafactor":
+            return Adafactor(
+                config.eps, config.decay_exponent, config.update_clip, config.min_scale, config.relative_step,
+                config.scale_parameter, config.first_moment,
+            )  # fmt: skip
     raise ValueError(f"no optimiser is called {config.name!r}")

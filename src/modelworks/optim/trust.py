@@ -1,0 +1,131 @@
+"""Layer-wise rates: LAMB and LARS scale each tensor's step to the norm of its weights.
+
+LAMB (You et al. 2019, 1904.00962, algorithm 2), Adam's direction with bias-corrected moments:
+
+    u = m^ / (sqrt(v^) + eps) + decay p        p <- p - lr phi(|p|) / |u| u
+
+LARS (You et al. 2017, 1708.03888, algorithm 1), inside momentum:
+
+    r = coefficient |p| / (|g| + decay |p| + eps)
+    b <- momentum b + lr r (g + decay p)       p <- p - b
+
+phi is the identity, or clamps to [low, high] as in the paper's section 3. The ratio is 1 where either norm is 0, so
+that a tensor that starts at zero can leave it, and for norms and biases (`optimizer.no_trust`), whose few elements say
+little about a step. Norms are of the logical tensor, experts of a layer together.
+
+Two passes: the norms must be known before anything moves. LAMB's direction is not kept in between but computed from the
+moments again, which costs less than to write and read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelworks.layout import ShardSpec
+from modelworks.optim.adam import adam_step
+from modelworks.optim.pieces import Batch, Piece, Step, alike, batches
+from modelworks.optim.sums import Sums
+
+
+@dataclass(frozen=True)
+class Lamb:
+    betas: tuple[float, float]
+    eps: float
+    clamp: tuple[float, float] | None = None
+
+    def states(self, spec: ShardSpec) -> dict[str, ShardSpec]:
+        return {"exp_avg": spec, "exp_avg_sq": spec}
+
+    def update(self, pieces: Sequence[Piece], step: Step, sums: Sums) -> None:
+        def norms_of(group: Sequence[Piece], batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+            values, gradients, exp_avgs, exp_avg_sqs = batch.columns
+            # One step of rate -1 from zero is Adam's direction; torch's kernel moves the moments on its way.
+            direction = [torch.zeros_like(value) for value in values]
+            adam_step(
+                direction, gradients, exp_avgs, exp_avg_sqs, step=step.number, lr=-1.0, betas=self.betas, eps=self.eps,
+                weight_decay=0.0, decoupled=True,
+            )  # fmt: skip
+            if decay := group[0].options.weight_decay:
+                torch._foreach_add_(direction, values, alpha=decay)
+            return values, direction
+
+        norms = _norms(pieces, ("exp_avg", "exp_avg_sq"), norms_of, sums)
+        first, second = 1.0 - self.betas[0] ** step.number, 1.0 - self.betas[1] ** step.number
+        for group in alike(pieces):
+            options = group[0].options
+            rates = [step.lr * options.lr_multiplier * self._ratio(norms[piece.name], piece) for piece in group]
+            for batch in batches(group, "exp_avg", "exp_avg_sq"):
+                values, _, exp_avgs, exp_avg_sqs = batch.columns
+                rate = [rates[owner] for owner in batch.owners]
+                root = torch._foreach_sqrt(exp_avg_sqs)
+                torch._foreach_div_(root, math.sqrt(second))
+                torch._foreach_add_(root, self.eps)
+                if options.weight_decay:
+                    torch._foreach_mul_(values, [1.0 - each * options.weight_decay for each in rate])
+                torch._foreach_addcdiv_(values, exp_avgs, root, [-each / first for each in rate])
+
+    def _ratio(self, norms: tuple[float, float], piece: Piece) -> float:
+        weight, update = norms
+        if self.clamp:
+            weight = min(max(weight, self.clamp[0]), self.clamp[1])
+        return weight / update if piece.options.trust and weight and update else 1.0
+
+
+@dataclass(frozen=True)
+class Lars:
+    momentum: float
+    coefficient: float
+    eps: float
+
+    def states(self, spec: ShardSpec) -> dict[str, ShardSpec]:
+        return {"momentum_buffer": spec} if self.momentum else {}
+
+    def update(self, pieces: Sequence[Piece], step: Step, sums: Sums) -> None:
+        norms = _norms(pieces, (), lambda group, batch: (batch.columns[0], batch.columns[1]), sums)
+        for group in alike(pieces):
+            options = group[0].options
+            rates = [step.lr * options.lr_multiplier * self._ratio(norms[piece.name], piece) for piece in group]
+            for batch in batches(group, *(("momentum_buffer",) if self.momentum else ())):
+                values, gradients, *buffers = batch.columns
+                rate = [rates[owner] for owner in batch.owners]
+                moved = torch._foreach_mul(gradients, rate)
+                if options.weight_decay:
+                    decay = torch._foreach_mul(values, [each * options.weight_decay for each in rate])
+                    torch._foreach_add_(moved, decay)
+                for buffer in buffers:
+                    torch._foreach_mul_(buffer, self.momentum)
+                    torch._foreach_add_(buffer, moved)
+                torch._foreach_sub_(values, buffers[0] if buffers else moved)
+
+    def _ratio(self, norms: tuple[float, float], piece: Piece) -> float:
+        weight, gradient = norms
+        if not (piece.options.trust and weight and gradient):
+            return 1.0
+        return self.coefficient * weight / (gradient + piece.options.weight_decay * weight + self.eps)
+
+
+def _norms(
+    pieces: Sequence[Piece],
+    kinds: tuple[str, ...],
+    pair: Callable[[Sequence[Piece], Batch], tuple[list[Tensor], list[Tensor]]],
+    sums: Sums,
+) -> Mapping[str, tuple[float, float]]:
+    """The norms of the two logical tensors that `pair` makes of each batch, by parameter."""
+    squares = {piece.name: torch.zeros(2, dtype=torch.float64, device=piece.value.device) for piece in pieces}
+    for group in alike(pieces):
+        for batch in batches(group, *kinds):
+            found = [torch.stack(torch._foreach_norm(tensors)).double().square() for tensors in pair(group, batch)]
+            for owner, both in zip(batch.owners, torch.stack(found, dim=1), strict=True):
+                squares[group[owner].name] += both
+    totals = sums.total(squares, _two)
+    roots = torch.stack(list(totals.values())).sqrt().tolist() if totals else []
+    return {name: (first, second) for name, (first, second) in zip(totals, roots, strict=True)}
+
+
+def _two(spec: ShardSpec) -> int:
+    return 2
