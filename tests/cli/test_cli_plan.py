@@ -80,6 +80,11 @@ def test_what_failures_cost_many_devices(capfd: pytest.CaptureFixture[str]) -> N
     failures = answered(capfd, *MODEL, "--layout", LAYOUT)["reliability"]
     assert failures["goodput_low"] <= failures["goodput"] <= failures["goodput_high"] < 1
     assert failures["saved_bytes_per_gpu"] == pytest.approx(8.03e9 * 14 / 16, rel=0.15)  # of the fullest stage
+    words = ["--failures", "restart_seconds=60,write_gb_s=10,device_hours=1000000"]
+    better = answered(capfd, *MODEL, "--layout", LAYOUT, *words)["reliability"]
+    assert better["goodput"] > failures["goodput"]
+    assert better["mean_hours_between_failures"] == pytest.approx(1e6 / 16)
+    assert better["write_seconds"] == pytest.approx(failures["write_seconds"] / 10)
 
 
 def test_limits_hold(capfd: pytest.CaptureFixture[str]) -> None:
@@ -93,8 +98,14 @@ def test_limits_hold(capfd: pytest.CaptureFixture[str]) -> None:
         assert each["memory_bytes"] <= each["memory_limit_bytes"] == pytest.approx(24e9)
 
 
-def test_nothing_fits_says_what_would(capfd: pytest.CaptureFixture[str]) -> None:
-    answer = answered(capfd, *SMALL, "--memory-headroom", "97%", code=1)
+def test_nothing_fits_says_what_would(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    words = ["plan", *SMALL, "--memory-headroom", "97%", "--html", str(page), "--json"]
+    assert frame.main(words) == 1
+    captured = capfd.readouterr()
+    answer = json.loads(captured.out.splitlines()[-1])
+    assert all(text in captured.err for text in answer["explanation"])
+    assert "Nothing fits" in page.read_text(encoding="utf-8")
     assert answer["layouts"] == []
     assert answer["winner"] is None
     nothing = answer["nothing_fits"]
@@ -207,6 +218,22 @@ def test_files_are_written_for_a_layout(tmp_path: Path, capfd: pytest.CaptureFix
         ([*MODEL, "--gpus", "8", "--emit", "fsdp"], "--emit: missing --out"),
         ([*MODEL, "--gpus", "8", "--emit", "megatro", "--out", "there"], "did you mean megatron?"),
         ([*MODEL, "--gpus", "8", "--html", "."], "--html: . is a directory"),
+        ([*MODEL, "--gpus", "8", "--optimizer", ""], "--optimizer: no optimiser is called ''"),
+        ([*MODEL, "--gpus", "8", "--price", "nan"], "--price: got nan"),
+        ([*MODEL, "--gpus", "8", "--fix", "zero=3,dp_shard=1"], "expected dp_shard above 1 beside it"),
+        ([*MODEL, "--gpus", "8", "--fix", "pp_partition=[1,2]"], "pp_partition=[1, 2]"),
+        ([*MODEL, "--gpus", "8", "--hardware", "V100", "--precision", "bf16"], "has no bf16; expected fp16 or fp32"),
+        (
+            [*MODEL, "--gpus", "16", "--failures", "restart=5"],
+            "--failures: got 'restart=5'; did you mean restart_seconds?",
+        ),
+        ([*MODEL, "--gpus", "16", "--failures", "copy_gb_s=0"], "copy_gb_s: got 0, expected a number above 0"),
+        (
+            [*MODEL, "--hardware", "TPU-v5p", "--layout", LAYOUT, "--emit", "megatron", "--out", "there"],
+            "not on TPU-v5p",
+        ),
+        (["--model", "llama-3-8b", "--hyper", "--html", "there.html"], "--html: there is nothing to draw"),
+        (["--calibrate", "--gpus", "8"], "--gpus: nothing is planned by --calibrate alone"),
         (["--calibrate", "--hardware", "H100"], "--hardware: got H100, expected none with --calibrate"),
     ],
 )

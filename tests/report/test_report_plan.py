@@ -60,6 +60,7 @@ def answer(**changes: Any) -> dict[str, Any]:
         "run": {"tokens": 10**12, "steps": 10, "seconds": 3600.0, "usd": 16.0},
         "reliability": None,
         "frameworks": [],
+        "hyper": None,
     }  # fmt: skip
     return whole | changes
 
@@ -86,6 +87,39 @@ def test_without_a_pipeline_a_search_or_a_price(tmp_path: Path) -> None:
     for text in ("One step of the pipeline", "The whole search", "One step away", "Cost", "the best for each goal"):
         assert text not in page.text
     assert "svg" not in page.tags
+
+
+def test_a_page_where_nothing_fits_says_what_is_missing(tmp_path: Path) -> None:
+    attempts = [
+        {**layout(fits=False), "change": "as asked for", "short_by_bytes": 5e9},
+        {**layout(), "change": "16 devices", "short_by_bytes": 0.0},
+    ]
+    nothing = {"attempts": attempts, "smallest": "16 devices"}
+    bare = answer(
+        layouts=[], winner=None, goals={}, neighbours=[], run=None, nothing_fits=nothing, explanation=["nothing <fits>"]
+    )
+    page = check_page(write_plan(tmp_path / "plan.html", bare))
+    for text in ("Nothing fits", "nothing <fits>", "as asked for", "5.0\u00a0GB too much", "16 devices"):
+        assert text in page.text, text
+
+
+def test_settings_and_failures_are_told(tmp_path: Path) -> None:
+    suggestion = {
+        "name": "learning_rate",
+        "value": 3e-4,
+        "unit": "",
+        "reason": "because",
+        "source": "2001",
+        "range": None,
+    }
+    failures = {
+        "mean_hours_between_failures": 10.0, "save_every_seconds": 600.0, "save_every_steps": 20, "goodput": 0.98,
+        "assumptions": "assumed: 600 s to restart", "reasons": ["one failure in 10 h"],
+    }  # fmt: skip
+    hyper = {"suggestions": [suggestion], "overrides": {}, "caution": "starting points"}
+    page = check_page(write_plan(tmp_path / "plan.html", answer(reliability=failures, hyper=hyper)))
+    for text in ("assumed: 600 s to restart", "learning rate", "0.0003", "starting points"):
+        assert text in page.text, text
 
 
 def test_bars_are_to_scale_and_complete() -> None:

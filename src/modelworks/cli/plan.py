@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 
 from modelworks.cli.exit_codes import FAILED
 from modelworks.cli.output import JsonFlag, Output
+from modelworks.cli.waiting import waiting
 from modelworks.config import UserError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _MODEL = "A model by the name of its preset, in place of CONFIG."
 _BATCH = "Tokens of a step (4M, `4194304 tokens`) or rows (512)."
+_FAILURES = "What is assumed: restart_seconds=600,copy_gb_s=10,write_gb_s=1,device_hours=50700."
 _LAYOUT = "Predict this layout alone: tp=8,pp=4,zero=1,micro_batch=1, in the keys of a run description."
 
 
@@ -47,6 +49,7 @@ def command(
     price: Annotated[
         float | None, typer.Option("--price", help="US dollars an hour of one device; else a list price.")
     ] = None,
+    failures: Annotated[str | None, typer.Option("--failures", help=_FAILURES)] = None,
     hyper: Annotated[
         bool, typer.Option("--hyper", help="Propose batch, rate, warmup and tokens to start from.")
     ] = False,
@@ -90,22 +93,26 @@ def command(
         headroom=memory_headroom,
         layout=layout,
         price=price,
+        failures=failures,
         hyper=hyper,
     )
+    if calibrate and config is None and model is None:
+        _check_alone(asked, html, emit)
+    if asked.only_hyper and html is not None:
+        raise UserError("--html: there is nothing to draw of --hyper alone, expected --hardware and --gpus too")
     measured = _calibrate(asked, out, output) if calibrate else None
     if measured is not None:
         if config is None and model is None:
             output.result({"calibration": measured})
             return
         asked = replace(asked, hardware="this-machine" if out is None else str(out))
-    answer = _plan(asked, emit, out)
+    with waiting("searching layouts", output):
+        answer = _plan(asked, emit, out)
     if measured is not None:
         answer["calibration"] = measured
     from modelworks.cli.plan_text import print_answer
 
     print_answer(answer, output)
-    if html is not None and not answer["layouts"]:
-        raise UserError("--html: there is nothing to draw: no layout was predicted")
     if html is not None:
         _write_page(html, answer)
         output.print(f"page: {html}")
@@ -155,6 +162,15 @@ def _calibrate(asked: Asked, out: Path | None, output: Output) -> dict[str, Any]
     }
 
 
+def _check_alone(asked: Asked, html: Path | None, emit: str | None) -> None:
+    """Where nothing is planned, nothing that is said about a plan may be ignored. Raises UserError."""
+    given = {each.name: getattr(asked, each.name) for each in fields(asked) if each.name != "hardware"}
+    useless = [name for name, value in {**given, "html": html, "emit": emit}.items() if value not in (None, [], False)]
+    if useless:
+        flag = {"headroom": "memory-headroom"}.get(useless[0], useless[0]).replace("_", "-")
+        raise UserError(f"--{flag}: nothing is planned by --calibrate alone, expected CONFIG or --model too")
+
+
 def _check_outputs(html: Path | None, out: Path | None, emit: str | None, calibrate: bool) -> None:
     """Raise UserError before a search whose results could not be kept."""
     if out is not None and emit is None and not calibrate:
@@ -170,6 +186,8 @@ def _check_outputs(html: Path | None, out: Path | None, emit: str | None, calibr
 def _check_writable(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"--html: {path} is a directory, expected a file such as {path / 'plan.html'}")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--html: {path} is no ordinary file, expected a file such as plan.html")
     there = next(parent for parent in path.absolute().parents if parent.exists())
     if not there.is_dir() or not os.access(path if path.exists() else there, os.W_OK):
         raise UserError(f"--html: {path} cannot be written")

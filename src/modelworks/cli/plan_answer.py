@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelworks.cli.plan_failures import failures_answer
 from modelworks.cli.plan_request import read_hyper
 from modelworks.config import UserError, count_parameters, nearest
 from modelworks.layout import Layout
@@ -30,17 +31,12 @@ from modelworks.plan.explain import explain
 from modelworks.plan.frameworks import FRAMEWORKS, JobFacts, frameworks_for
 from modelworks.plan.job import OF_PARALLEL
 from modelworks.plan.layout_keys import layout_text
-from modelworks.plan.reliability import reliability
 
 if TYPE_CHECKING:
     from modelworks.cli.plan_request import Asked, Request
     from modelworks.plan import Search
 
-# What reliability is computed with, as no run is there yet that could tell.
-COPY_BYTES_PER_SECOND = 10e9  # of one device, to its host: training stands still meanwhile
-WRITE_BYTES_PER_SECOND = 1e9  # of one device, to storage: training goes on meanwhile
-RESTART_SECONDS = 600.0  # noticing a failure, replacing the node, starting, loading
-FEWEST_DEVICES = 16  # below it failures are so rare that there is nothing to plan
+MEMORY_ERROR = 0.06  # mean error of memory on published measurements (benchmarks/plan_accuracy.py)
 
 
 @dataclass(frozen=True)
@@ -80,6 +76,7 @@ def check_target(target: str) -> None:
 def write_files(target: str, directory: Path, answered: Answered, request: Request) -> dict[str, Any]:
     """Files that run the best layout that `target` can express. Raises UserError where it can express none."""
     passed_over: list[str] = []
+    many = len(answered.ranked)
     for place, each in enumerate(answered.ranked, 1):
         if reasons := refusals(target, each.candidate, request.run):
             passed_over += reasons
@@ -92,6 +89,11 @@ def write_files(target: str, directory: Path, answered: Answered, request: Reque
             "files": [str(path) for path in paths],
             "passed_over": passed_over,
         }
+    if many > 1:
+        raise UserError(
+            f"--emit: none of the {many} best layouts is for {target}; keep the search to what it can run with --fix: "
+            f"{passed_over[0]}"
+        )
     raise UserError(f"--emit: {passed_over[0] if passed_over else 'nothing fits, so nothing is written'}")
 
 
@@ -123,9 +125,10 @@ def _values(request: Request, found: Search | None, ranked: list[Found]) -> dict
     }
     if ranked:
         best = Found(ranked[0].candidate, evaluate(ranked[0].candidate, headroom=limits.headroom))  # with its timeline
+        values["explanation"][2:2] = _tight(best, limits.headroom)  # beside what binds
         values["winner"] = {**layout(best), **details_answer(best.prediction)}
         values["run"] = run_answer(job, best.prediction, request.tokens, price) if request.tokens else None
-        values["reliability"] = _reliability(best)
+        values["reliability"] = failures_answer(best, request.failures)
         values["frameworks"] = _frameworks(best.candidate)
     return values
 
@@ -136,9 +139,20 @@ def _explanation(found: Search) -> list[str]:
     return [text for text in explain(found) if not text.startswith(changes)]
 
 
+def _tight(best: Found, headroom: float) -> list[str]:
+    """Said where a prediction that is off by no more than usual would mean that it does not fit."""
+    left = 1.0 - best.prediction.memory * (1.0 - headroom) / best.prediction.memory_limit
+    if not 0.0 <= left < MEMORY_ERROR:
+        return []
+    return [
+        f"tight: {left:.1%} of the memory is left, and predictions of it are {MEMORY_ERROR:.0%} off in the mean; "
+        f"--memory-headroom {MEMORY_ERROR:.0%} leaves that much free"
+    ]
+
+
 def _own(request: Request, layout: Callable[[Found], dict[str, Any]]) -> dict[str, Any] | None:
-    """The layout that CONFIG asks for, the best micro-batch where it says auto. None where it does not fit, or is for
-    another number of devices than was asked for."""
+    """The layout that CONFIG asks for, the best micro-batch where it says auto, or the least where none fits. None
+    where it is for another number of devices than was asked for."""
     run, job = request.run, request.job
     if not request.has_layout or Layout.of(run.parallel).world_size != job.n_devices:
         return None
@@ -146,7 +160,12 @@ def _own(request: Request, layout: Callable[[Found], dict[str, Any]]) -> dict[st
     if run.train.micro_batch != "auto":
         fixed["micro_batch"] = run.train.micro_batch
     found = search(job, Limits(fixed=fixed, headroom=request.limits.headroom), top=1)
-    return layout(found.best[0]) if found.best else None
+    if found.best:
+        return layout(found.best[0])
+    if found.nothing_fits is None or not found.nothing_fits.attempts:
+        return None
+    asked = found.nothing_fits.attempts[0]
+    return layout(Found(asked.candidate, asked.prediction))
 
 
 def _frameworks(candidate: Candidate) -> list[dict[str, Any]]:
@@ -165,30 +184,3 @@ def _frameworks(candidate: Candidate) -> list[dict[str, Any]]:
         offload=parallel.offload,
     )
     return [asdict(each) for each in frameworks_for(facts)]
-
-
-def _reliability(best: Found) -> dict[str, Any] | None:
-    """What failures cost a long run, how often to save. None for few devices."""
-    candidate, prediction = best.candidate, best.prediction
-    if candidate.n_devices < FEWEST_DEVICES:
-        return None
-    parallel = candidate.parallel
-    everywhere = parallel.dp_replicate * parallel.dp_shard * parallel.cp  # ranks with the same parameters: one saves
-    of_parameters = parallel.dp_replicate if parallel.zero == 3 else everywhere
-    of_optimizer = parallel.dp_replicate if parallel.zero >= 1 else everywhere
-    saved = max(held.parameters / of_parameters + held.optimizer / of_optimizer for held in prediction.by_stage)
-    save, write = max(saved / COPY_BYTES_PER_SECOND, 1e-3), max(saved / WRITE_BYTES_PER_SECOND, 1e-3)
-    found = reliability(candidate.n_devices, save, RESTART_SECONDS, write_seconds=write)
-    return {
-        "mean_hours_between_failures": found.mean_hours_between_failures,
-        "save_every_seconds": found.save_every_seconds,
-        "save_every_steps": max(1, round(found.save_every_seconds / prediction.step_seconds)),
-        "goodput": found.goodput,
-        "goodput_low": found.goodput_range[0],
-        "goodput_high": found.goodput_range[1],
-        "saved_bytes_per_gpu": saved,
-        "save_seconds": save,
-        "write_seconds": write,
-        "restart_seconds": RESTART_SECONDS,
-        "reasons": found.reasons,
-    }

@@ -91,6 +91,8 @@ def check_constraints(run: RunConfig, fixed: Mapping[str, Any], n_devices: int, 
     if n_devices % ranks:
         names = " * ".join(axes)
         raise UserError(f"{flag}: {names} = {ranks:,} does not divide {n_devices:,} GPUs")
+    if fixed.get("dp_shard") == 1 and fixed.get("zero", 0) > 0:
+        raise UserError(f"{flag}: zero={fixed['zero']} shards over dp_shard ranks, expected dp_shard above 1 beside it")
     rows = math.prod(fixed.get(key, 1) for key in ("dp_replicate", "dp_shard", "micro_batch"))
     if run.train.global_batch % rows:
         names = " * ".join(key for key in ("dp_replicate", "dp_shard", "micro_batch") if key in fixed)

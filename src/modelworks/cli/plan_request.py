@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from modelworks.cli.plan_failures import Assumed, read_failures
 from modelworks.cli.plan_layouts import check_constraints, fixed_values, read_layout, with_layout, with_values
 from modelworks.cli.plan_quantities import parse_batch, parse_gpus, parse_share
 from modelworks.config import (
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from modelworks.hardware import Device
 
 
+MOST_DOLLARS = 1e6  # an hour of one device
+
+
 @dataclass(frozen=True)
 class Asked:
     """The command line as it was written; None where nothing was said."""
@@ -57,6 +61,7 @@ class Asked:
     headroom: str | None = None
     layout: str | None = None
     price: float | None = None
+    failures: str | None = None
     hyper: bool = False
 
     @property
@@ -72,7 +77,7 @@ class Request:
 
     name: of the model, or of the file that describes it. has_layout: whether `run` has one of its own. tokens: of the
     whole run, None where unknown. price: US dollars an hour of one device, None where it was not given. hyper: where
-    settings could start, if asked.
+    settings could start, if asked. failures: what is assumed of them.
     """
 
     name: str
@@ -84,12 +89,15 @@ class Request:
     tokens: int | None
     price: float | None
     hyper: Hyper | None
+    failures: Assumed
     assumed: list[str]
 
 
 def read_request(asked: Asked, *, here: Callable[[], Device]) -> Request:
     """What is to be planned. here: describes this machine, called where no hardware is named. Raises UserError."""
     assumed: list[str] = []
+    failures = read_failures(asked.failures)
+    _check_price(asked.price)
     run = _run(asked, assumed)
     optimizer = _optimizer(asked, run)
     tokens = _tokens(asked, run, assumed)
@@ -126,6 +134,7 @@ def read_request(asked: Asked, *, here: Callable[[], Device]) -> Request:
         tokens=tokens,
         price=asked.price,
         hyper=hyper,
+        failures=failures,
         assumed=assumed,
     )
 
@@ -195,10 +204,16 @@ def _device(asked: Asked, here: Callable[[], Device], assumed: list[str]) -> Dev
 
 
 def _precision(asked: Asked, run: RunConfig, found: Device, assumed: list[str]) -> str:
+    only_fp16 = found.peak("fp16") is not None and found.peak("bf16") is None
     if asked.precision is not None:
+        if only_fp16 and asked.precision.startswith("bf16"):
+            raise UserError(f"--precision: got {asked.precision}, but {found.name} has no bf16; expected fp16 or fp32")
         return _known(asked.precision, "--precision", Numerics.of)
     if run.train.precision != "auto":
         return run.train.precision
+    if asked.config is None and only_fp16:
+        assumed.append(f"precision fp16, as {found.name} has no bf16 (--precision)")
+        return "fp16"
     if asked.config is None:
         assumed.append("precision bf16, with optimiser state and a copy of the weights in fp32 (--precision)")
         return "bf16"
@@ -267,7 +282,9 @@ def _hyper(asked: Asked, run: RunConfig) -> Hyper:
 
 
 def _optimizer(asked: Asked, run: RunConfig) -> str:
-    return _known(asked.optimizer or run.optimizer.name, "--optimizer", check_optimizer_name)
+    return _known(
+        run.optimizer.name if asked.optimizer is None else asked.optimizer, "--optimizer", check_optimizer_name
+    )
 
 
 def _proposed(asked: Asked, run: RunConfig, hyper: Hyper, assumed: list[str]) -> tuple[RunConfig, int | None]:
@@ -291,6 +308,11 @@ def _known(name: str, flag: str, check: Callable[[str], object]) -> str:
     except UserError as error:
         raise UserError(f"{flag}: {str(error).removeprefix(flag.strip('-') + ': ')}") from None
     return name
+
+
+def _check_price(price: float | None) -> None:
+    if price is not None and not 0.0 <= price <= MOST_DOLLARS:
+        raise UserError(f"--price: got {price:g}, expected US dollars an hour of one device, such as 2.50")
 
 
 def _count(text: str, flag: str) -> int:

@@ -42,16 +42,17 @@ def _print_plan(answer: dict[str, Any], output: Output) -> None:
         output.print()
         output.console.print(_table(list(answer["goals"].items()), whole=True))
     if answer["nothing_fits"]:
-        _print_nothing_fits(answer["nothing_fits"], output)
+        _print_nothing_fits(answer, output)
     _print_run(answer, output)
 
 
 def _print_job(answer: dict[str, Any], output: Output) -> None:
     job, found = answer["job"], answer["search"]
+    rows = "1 row" if job["global_batch_rows"] == 1 else f"{job['global_batch_rows']:,} rows"
     many = f"{job['gpus']:,} × " if job["gpus"] > 1 else ""
     output.print(
         f"{job['model']} ({format_count(job['parameters'])} parameters) on {many}{job['hardware']}, "
-        f"{job['global_batch_rows']:,} rows of {job['seq_len']:,} tokens a step, {job['precision']}, {job['optimizer']}"
+        f"{rows} of {job['seq_len']:,} tokens a step, {job['precision']}, {job['optimizer']}"
     )
     for text in answer["assumed"]:
         output.print(f"assumed: {text}")
@@ -85,16 +86,14 @@ def _print_neighbours(neighbours: list[dict[str, Any]], output: Output) -> None:
         output.print(f"({more} more in --json and --html)")
 
 
-def _print_nothing_fits(nothing: dict[str, Any], output: Output) -> None:
-    smallest = nothing["smallest"]
+def _print_nothing_fits(answer: dict[str, Any], output: Output) -> None:
     output.print()
-    output.print(
-        "nothing fits" + (f"; the smallest change that does: {smallest}" if smallest else ", whatever is changed")
-    )
-    for each in nothing["attempts"]:
-        limit, needed = each["memory_limit_bytes"] / 1e9, each["memory_bytes"] / 1e9
-        verdict = "fits" if each["fits"] else f"{each['short_by_bytes'] / 1e9:,.1f} GB too much"
-        output.print(f"  {each['change']}: {needed:,.1f} of {limit:,.0f} GB, {verdict}: {each['layout']}")
+    for place, text in enumerate(answer["explanation"]):
+        output.print(f"  {text}" if place else text)
+    for each in answer["nothing_fits"]["attempts"]:
+        if each["fits"]:
+            limit, needed = each["memory_limit_bytes"] / 1e9, each["memory_bytes"] / 1e9
+            output.print(f"  {each['change']}: fits, {needed:,.1f} of {limit:,.0f} GB: --layout {each['layout']}")
 
 
 def _print_run(answer: dict[str, Any], output: Output) -> None:
@@ -111,8 +110,10 @@ def _print_run(answer: dict[str, Any], output: Output) -> None:
         lines.append(
             f"failures: one in {seconds(failures['mean_hours_between_failures'] * 3600)}; save every "
             f"{seconds(failures['save_every_seconds'])} ({failures['save_every_steps']:,} steps); "
-            f"{failures['goodput']:.1%} of the time is training"
+            f"{failures['goodput']:.1%} of the time is training ({failures['goodput_low']:.1%} to "
+            f"{failures['goodput_high']:.1%} with the rates of other published runs)"
         )
+        lines.append(f"  {failures['assumptions']}")
     if answer["frameworks"]:
         first = [each for each in answer["frameworks"] if each["fit"] == "first choice"]
         others = [each["framework"] for each in answer["frameworks"] if each["fit"] == "possible"]
@@ -178,7 +179,8 @@ def _cells(found: dict[str, Any], *, whole: bool) -> list[str]:
         seconds(found["step_seconds"]),
         format_count(found["tokens_per_second"]),
         f"{found['mfu']:.1%}",
-        f"{found['memory_bytes'] / 1e9:.1f} of {found['memory_limit_bytes'] / 1e9:.0f} GB",
+        f"{found['memory_bytes'] / 1e9:,.1f} of {found['memory_limit_bytes'] / 1e9:,.0f} GB"
+        + ("" if found["fits"] else ", too much"),
         f"{found['bubble']:.1%}",
     ]
     if whole:

@@ -273,7 +273,10 @@ class _Checks:
 
     def schedules(self, pp: int) -> list[tuple[int, int]]:
         """(schedule, virtual) of a pipeline of so many ranks; 1F1B first."""
-        if not self._limits.allows("pp", pp):
+        without = {"pp_schedule": "1f1b", "pp_virtual": 1, "pp_partition": "auto"}  # of a layout that is no pipeline
+        if not self._limits.allows("pp", pp) or (
+            pp == 1 and not all(self._limits.allows(key, value) for key, value in without.items())
+        ):
             return []
         names = ("1f1b", *(name for name in SCHEDULES if name != "1f1b")) if pp > 1 else ("1f1b",)
         most = (self._config.model.n_layers + 2) // pp if pp > 1 else 1

@@ -5,6 +5,7 @@ Made from the one object that `modelworks plan --json` prints, so that a saved a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def write_plan(path: Path, answer: Mapping[str, Any]) -> Path:
         title=f"{job['model']} on {_devices(job)}",
         subtitle=_subtitle(job),
         assumed=answer["assumed"],
+        attempts=_attempts(answer["nothing_fits"]),
         winner=winner,
         tiles=_tiles(answer),
         explanation=answer["explanation"] or (winner or {"reasons": []})["reasons"],
@@ -94,12 +96,32 @@ def _tiles(answer: Mapping[str, Any]) -> list[dict[str, str]]:
 def _row(place: int | str, found: Mapping[str, Any]) -> list[str]:
     return [
         str(place),
-        found["layout"].replace(",", " "),
+        _spaced(found["layout"]),
         _seconds(found["step_seconds"]),
         numbers.count(found["tokens_per_second"]),
         numbers.percent(found["mfu"]),
         _gigabytes(found["memory_bytes"]) + ("" if found["fits"] else ", too much"),
         numbers.percent(found["bubble"]),
+    ]
+
+
+def _spaced(layout: str) -> str:
+    """With a place to break the line after each key; lists stay as they are written."""
+    return re.sub(r",(?![^\[]*\])", " ", layout)
+
+
+def _attempts(nothing: Mapping[str, Any] | None) -> list[list[str]]:
+    """Where nothing fits: what was changed, the layout that needs least then, and how it ends."""
+    if nothing is None:
+        return []
+    return [
+        [
+            each["change"],
+            _spaced(each["layout"]),
+            f"{_gigabytes(each['memory_bytes'])} of {_gigabytes(each['memory_limit_bytes'])}",
+            "fits" if each["fits"] else f"{_gigabytes(each['short_by_bytes'])} too much",
+        ]
+        for each in nothing["attempts"]
     ]
 
 
@@ -117,17 +139,33 @@ def _notes(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
             ],
             ["time that is training", numbers.percent(failures["goodput"])],
         ]
-        assumed = (
-            f"Assumed: a save stands still for {failures['save_seconds']:.2g} s and is written in "
-            f"{failures['write_seconds']:.2g} s; {numbers.duration(failures['restart_seconds'])} from a failure until "
-            "training goes on."
+        notes.append(
+            {
+                "title": "Failures",
+                "rows": rows,
+                "head": ["", ""],
+                "text": [failures["assumptions"], *failures["reasons"]],
+            }
         )
-        notes.append({"title": "Failures", "rows": rows, "head": ["", ""], "text": [assumed, *failures["reasons"]]})
     if advice := answer["frameworks"]:
         rows = [[each["framework"], each["fit"], each["reason"], each["source"]] for each in advice]
         head = ["framework", "", "why", "source"]
         notes.append({"title": "Programs that could run it", "rows": rows, "head": head, "text": []})
+    if hyper := answer["hyper"]:
+        rows = [
+            [each["name"].replace("_", " "), _value(each), each["reason"], each["source"]]
+            for each in hyper["suggestions"]
+        ]
+        head = ["start from", "", "why", "source"]
+        notes.append({"title": "Settings to start from", "rows": rows, "head": head, "text": [hyper["caution"]]})
     return notes
+
+
+def _value(suggestion: Mapping[str, Any]) -> str:
+    value = suggestion["value"]
+    if value is None:
+        return "not known"
+    return f"{numbers.count(value) if value >= 1000 else f'{value:.3g}'} {suggestion['unit']}".strip()
 
 
 def _costs(answer: Mapping[str, Any]) -> list[list[str]]:
@@ -141,7 +179,7 @@ def _costs(answer: Mapping[str, Any]) -> list[list[str]]:
 
 def _time(layouts: list[Mapping[str, Any]]) -> dict[str, Any]:
     rows = [
-        (f"{place}. {found['layout'].replace(',', ' ')}", _grouped(found["time_seconds"], TIME))
+        (f"{place}. {_spaced(found['layout'])}", _grouped(found["time_seconds"], TIME))
         for place, found in enumerate(layouts, 1)
     ]
     return stacked_bars(rows, TIME, _seconds)
