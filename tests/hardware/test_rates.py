@@ -50,7 +50,8 @@ def test_products_and_exchanges_are_fitted_to_their_rows():
 
     rows = [(m, n, k, seconds(m, n, k), 2 * seconds(m, n, k), seconds(m, n, k)) for m, n, k in shapes]
     exchanges = {"all_reduce": [(size, 1e-4 + size / 2e9) for size in (4096, 2**20, 2**24)]}
-    rates = CPU.measured[0].model_copy(update={"products": {"fp32": rows}, "exchanges": exchanges})
+    assert CPU.measured[0].product_fits  # known before, and not taken over
+    rates = CPU.measured[0].changed(products={"fp32": rows}, exchanges=exchanges)
     assert rates.product_fits["fp32"][0] == pytest.approx([1e-5, 2e-11, 3e-10, 0.0, 1e-10], rel=1e-6, abs=1e-16)
     assert rates.product_fits["fp32"][1][1] == pytest.approx(4e-11)
     assert rates.exchange_fits["all_reduce"] == pytest.approx((1e-4, 5e-10))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import combinations
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,16 +112,18 @@ class Rates(Entry):
             dtype: [(length, factor * forward, factor * backward) for length, forward, backward in rows]
             for dtype, rows in self.attention.items()
         }
-        return self.model_copy(
-            update={
-                "ranks": ranks,
-                "threads": threads,
-                "memory_bandwidth_gb_s": self.memory_bandwidth_gb_s / factor,
-                "products": products,
-                "attention": attention,
-                "costs": {name: costs.scaled(factor) for name, costs in self.costs.items()},
-            }
+        return self.changed(
+            ranks=ranks,
+            threads=threads,
+            memory_bandwidth_gb_s=self.memory_bandwidth_gb_s / factor,
+            products=products,
+            attention=attention,
+            costs={name: costs.scaled(factor) for name, costs in self.costs.items()},
         )
+
+    def changed(self, **figures: Any) -> Rates:
+        """With other figures, and fits of its own: `model_copy` would take over the fits of the old ones."""
+        return Rates(**{name: getattr(self, name) for name in Rates.model_fields} | figures)
 
     def best_product(self, dtype: MeasuredDtype) -> float:
         """FLOP/s of the fastest forward product that was measured."""

@@ -39,7 +39,7 @@ def fit_rates(measured: Mapping[str, Any], probes: Sequence[RunConfig]) -> Fit:
     costs, errors = {}, {}
     for precision, times in measured["steps"].items():
         costs[precision], errors[precision] = _fit_costs(bare, precision, probes, np.array(times))
-    return Fit(bare.model_copy(update={"costs": costs}), errors)
+    return Fit(bare.changed(costs=costs), errors)
 
 
 @dataclass(frozen=True)
