@@ -16,7 +16,7 @@ from modelworks.layout.pipeline import Costs
 from modelworks.plan import Job, Limits, evaluate, explain, search
 from modelworks.plan.found import TIE
 from modelworks.plan.machine import Numerics
-from modelworks.plan.pipeline import estimated_makespan, pipelined, simulated
+from modelworks.plan.pipeline import pipelined, seconds_of_step, simulated
 from modelworks.plan.rank_bytes import ranks_of, stored_by_rank
 from modelworks.plan.spaces import complexity, splits, with_schedules
 from modelworks.plan.stored import stages, stored
@@ -76,7 +76,7 @@ def test_a_rehearsal_takes_as_long_as_the_simulation(schedule: str) -> None:
     costs = Costs(*(tuple(1.0 + 0.1 * number for number in range(count)) for _ in range(3)), send=0.2)
     whole = simulated(schedule, costs, 4, 48, virtual).makespan
     assert pipelined(schedule, costs, (1,) * count, 4, 48, virtual).makespan == pytest.approx(whole, rel=1e-12)
-    assert estimated_makespan(schedule, costs, 4, 48, virtual) == pytest.approx(whole, rel=0.03)
+    assert seconds_of_step(schedule, costs, 4, 48, virtual) == pytest.approx(whole, rel=1e-12)
 
 
 def test_limits_hold() -> None:

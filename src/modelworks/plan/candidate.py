@@ -20,7 +20,7 @@ from modelworks.plan.compute import Work, model_flops
 from modelworks.plan.constants import CONSTANTS, Constants
 from modelworks.plan.machine import Machine, Numerics
 from modelworks.plan.optimizer_bytes import state_bytes
-from modelworks.plan.pipeline import Pipelined, pipelined, simulated, stage_costs
+from modelworks.plan.pipeline import Pipelined, Sends, pipelined, seconds_of_step, simulated, stage_costs
 from modelworks.plan.rank_bytes import bytes_by_rank, ranks_of, stages_of_ranks, stored_by_rank
 from modelworks.plan.software import MODELWORKS, Software
 from modelworks.plan.step_time import StepTime, layer_costs, step_time
@@ -129,9 +129,10 @@ def evaluate(
     pipeline = None
     if parallel.pp > 1:
         pipeline = _Pipeline.of(candidate, work, placed)
-        # what the closed form of the pipeline said, replaced by what the schedule does
-        formula = sum(parts.values()) - parts["sends"] - parts["data"] - parts["optimizer"] - parts["overhead"]
-        parts["idle"] += pipeline.outcome.makespan - formula
+        # what the closed form of the pipeline said, replaced by what the schedule does, without sends and with them
+        formula = sum(parts.values()) - sum(parts[name] for name in ("sends", "data", "optimizer", "overhead"))
+        parts["idle"] += pipeline.seconds_without_sends - formula
+        parts["sends"] = pipeline.outcome.makespan - pipeline.seconds_without_sends
     total = sum(parts.values())
     by_stage = stored_by_rank(
         model,
@@ -182,6 +183,7 @@ class _Pipeline:
 
     schedule: str
     costs: Costs
+    computing: Costs
     layers: tuple[int, ...]
     pp: int
     n_micro_batches: int
@@ -190,10 +192,15 @@ class _Pipeline:
     @classmethod
     def of(cls, candidate: Candidate, work: Work, placed: list[list[int]]) -> _Pipeline:
         parallel = candidate.parallel
-        costs = seconds_of_stages(work, [len(layers) for layers in placed])
-        virtual = 1 if parallel.pp_schedule in V_SHAPED else parallel.pp_virtual
         layers = tuple(map(len, placed))
-        return cls(parallel.pp_schedule, costs, layers, parallel.pp, int(work.split.n_micro_batches), virtual)
+        costs, computing = costs_of_stages(work, layers)
+        virtual = 1 if parallel.pp_schedule in V_SHAPED else parallel.pp_virtual
+        micro_batches = int(work.split.n_micro_batches)
+        return cls(parallel.pp_schedule, costs, computing, layers, parallel.pp, micro_batches, virtual)
+
+    @property
+    def seconds_without_sends(self) -> float:
+        return seconds_of_step(self.schedule, self.computing, self.pp, self.n_micro_batches, self.virtual)
 
     @property
     def outcome(self) -> Pipelined:
@@ -203,10 +210,13 @@ class _Pipeline:
         return simulated(self.schedule, self.costs, self.pp, self.n_micro_batches, self.virtual)
 
 
-def seconds_of_stages(work: Work, counts: Sequence[int]) -> Costs:
-    """For one micro-batch of each stage, which holds so many layers; the last also the head. work: of one row."""
-    layer, head, send = layer_costs(work)
-    return stage_costs([float(each) for each in layer], [float(each) for each in head], float(send), counts)
+def costs_of_stages(work: Work, counts: Sequence[int]) -> tuple[Costs, Costs]:
+    """For one micro-batch of each stage, which holds so many layers; the last also the head: with sends, and without.
+    work: of one row."""
+    layer, head, sends = layer_costs(work)
+    passes = [float(each) for each in layer], [float(each) for each in head]
+    sent = Sends(*map(float, sends))
+    return stage_costs(*passes, sent, counts), stage_costs(*passes, Sends(0.0, 0.0), counts)
 
 
 def _check(candidate: Candidate, split: Split) -> None:

@@ -19,7 +19,10 @@ class Machine(Columns):
     product_rate: of the best matrix product in the dtype that the linear layers compute in; wide_product_rate: in the
     dtype of attention and head. units: that share out the tiles of a product (0: unknown, no waves). node: devices that
     the fast link joins. network_bandwidth: per device, among `leaf` neighbouring devices; `oversubscription` times less
-    beyond them. host_bandwidth: between a device and its host's memory.
+    beyond them. host_bandwidth: between a device and its host's memory. host_memory_bandwidth: what a host's own
+    update of offloaded state reaches, for all its devices together: half of two sockets' 409 GB/s (eight channels of
+    DDR4-3200 each). file_bandwidth: the same of its NVMe drives, four at 6 GB/s. Both are assumptions; neither the half
+    nor the four were measured.
     measured: the rates of a machine that was calibrated, which then stand in for all of these but memory and peak.
     """
 
@@ -35,6 +38,8 @@ class Machine(Columns):
     network_bandwidth: Column
     network_latency: Column
     host_bandwidth: Column = 25e9
+    host_memory_bandwidth: Column = 200e9
+    file_bandwidth: Column = 24e9
     leaf: Column = np.inf
     oversubscription: Column = 1.0
     attention_forward: Column = 0.5

@@ -16,11 +16,12 @@ from dataclasses import replace
 import numpy as np
 
 from modelworks.layout.pipeline import least_maximum, peak_formula
-from modelworks.plan.candidate import Candidate, seconds_of_stages, split_of, work_of
+from modelworks.plan.candidate import Candidate, split_of, work_of
 from modelworks.plan.compute import Work
 from modelworks.plan.constants import CONSTANTS, Constants
 from modelworks.plan.memory import rank_memory
 from modelworks.plan.rank_bytes import ranks_of
+from modelworks.plan.step_time import layer_costs
 from modelworks.plan.stored import stages
 
 
@@ -48,11 +49,10 @@ def best_partition(
     )
     n_layers = candidate.model.n_layers
     n_stages = len(stages(candidate.model, candidate.parallel, candidate.seq_len))
-    one, ending = seconds_of_stages(work, [1, 0]), seconds_of_stages(work, [0, 0])
-    layer = one.forward[0] + one.backward_input[0] + one.backward_weight[0]
-    head = ending.forward[1] + ending.backward_input[1] + ending.backward_weight[1]
+    layer, head, sends = layer_costs(work)
+    beside = max(0.0, float(head.total) - float(sends.busy))  # the last stage exchanges with one other only
     most = most_layers(candidate, work, n_stages, headroom)
-    return least_maximum([layer] * n_layers, n_stages, last=head, most=most)
+    return least_maximum([float(layer.total)] * n_layers, n_stages, last=beside, most=most)
 
 
 def most_layers(candidate: Candidate, work: Work, n_stages: int, headroom: float) -> list[int]:

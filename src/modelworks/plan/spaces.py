@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from modelworks.config import ParallelConfig, RunConfig
 from modelworks.layout import V_SHAPED, layout_problems
 from modelworks.plan.candidate import Candidate
-from modelworks.plan.columns import RECOMPUTE, SCHEDULES, Split
+from modelworks.plan.columns import OFFLOAD, RECOMPUTE, SCHEDULES, Split
 from modelworks.plan.job import Job, Limits
 from modelworks.plan.pipeline import Stages
 from modelworks.plan.rank_bytes import ranks_of, stages_of_ranks
@@ -36,7 +36,7 @@ from modelworks.plan.stored import stages
 
 Rows = NDArray[np.int64]
 MODES = tuple(RECOMPUTE)
-OFFLOADS = ("none", "cpu", "nvme")
+OFFLOADS = tuple(OFFLOAD)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Space:
             schedule=self.schedule.astype(np.float64),
             reduce_every=self.every.astype(np.float64),
             gather_every=np.where(self.pp == 1, 1.0, self.gather.astype(np.float64)),
-            offload=(self.offload > 0).astype(np.float64),
+            offload=self.offload.astype(np.float64),
         )
 
     def candidate(self, job: Job, row: int, fixed: Mapping[str, Any]) -> Candidate:

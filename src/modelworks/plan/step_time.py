@@ -12,13 +12,13 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from modelworks.plan.columns import Column
+from modelworks.plan.columns import OFFLOAD, Column
 from modelworks.plan.compute import LayerTime, Passes, Work, head_time, layer_time, recomputed_seconds
 from modelworks.plan.elements import layer_elements, rank_elements
 from modelworks.plan.exchanges import beside, layer_exchange, send_seconds, step_exchange
 from modelworks.plan.measured_step import measured_head, measured_layer, measured_parts, measured_send
 from modelworks.plan.memory import layer_activations
-from modelworks.plan.pipeline import Stages, makespan, stage_counts
+from modelworks.plan.pipeline import Sends, Stages, makespan, stage_counts
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,24 @@ class _Layer:
         return Passes(forward, self.total - forward - computed.backward_weight, computed.backward_weight)
 
 
+LayerCosts = tuple[Passes, Passes, Sends]  # of a layer (exchanges included), of the head, of sends
+
+
 def step_time(work: Work, stages: Stages | None = None) -> StepTime:
     """Of every row of the columns. stages: layers of the ranks, where they are known; else balanced ones."""
+    return step_and_costs(work, stages)[0]
+
+
+def step_and_costs(work: Work, stages: Stages | None = None) -> tuple[StepTime, LayerCosts]:
+    """The same with what `layer_costs` says of each row."""
     if (measured := work.machine.measured) is not None:
-        return StepTime(**measured_parts(work, measured, stages))
-    split, software, constants = work.split, work.software, work.constants
-    layer, head, send = _layer(work), head_time(work), send_seconds(work)
+        return StepTime(**measured_parts(work, measured, stages)), layer_costs(work)
+    split, constants = work.split, work.constants
+    layer, head, sent = _layer(work), head_time(work), _sends(work)
     stages = stages or stage_counts(work.shape, split, head.total / layer.total)
     passes, micro_batches = layer.passes, split.n_micro_batches
     # A stage between two others exchanges with both, the last with one: that much less it has to do.
-    exposed = send * (1.0 - software.overlap_pipeline * constants.pipeline_overlap)
-    each = np.where(split.pp > 1.0, (2.0 + 2.0 * software.serial_sends) * exposed, 0.0)
+    each = 2.0 * sent.busy
     inner, last = stages.most * layer.total, stages.last * layer.total + head.total - each / 2.0
     _, idle = makespan(
         split, stages, passes.forward, passes.backward_input, passes.backward_weight, head.total - each / 2.0
@@ -97,13 +104,13 @@ def step_time(work: Work, stages: Stages | None = None) -> StepTime:
     layers = np.where(on_last, stages.last, stages.most) * micro_batches
     with_head = np.where(on_last, micro_batches, 0.0)
     steady = (split.virtual * micro_batches - with_head / 2.0) * each
-    sends = np.where(split.pp > 1.0, steady + 2.0 * (split.pp - 1.0) * send, 0.0)
+    sends = np.where(split.pp > 1.0, steady + 2.0 * (split.pp - 1.0) * send_seconds(work), 0.0)
     dense_elements, expert_elements = rank_elements(work.shape, split, stages.most)
     data = _data_seconds(work, layer, stages.most, dense_elements, expert_elements)
     optimizer = _optimizer_seconds(work, dense_elements, expert_elements)
     so_far = layers * layer.total + with_head * head.total + idle + sends + data + optimizer
     time = layer.time
-    return StepTime(
+    seconds = StepTime(
         linear=layers * (time.linear + time.experts).total,
         attention=layers * time.attention.total,
         elementwise=layers * (time.elementwise + layer.launch).total,
@@ -119,13 +126,23 @@ def step_time(work: Work, stages: Stages | None = None) -> StepTime:
         optimizer=optimizer,
         overhead=constants.step_overhead + _stragglers(work, inner, last) * so_far,
     )
+    return seconds, (passes, head, sent)
 
 
-def layer_costs(work: Work) -> tuple[Passes, Passes, Column]:
-    """Seconds for one micro-batch of a layer (exchanges included) and of the head; and of a send. For simulations."""
+def layer_costs(work: Work) -> LayerCosts:
+    """Seconds for one micro-batch of a layer (exchanges included) and of the head; and of sends. For simulations."""
     if (measured := work.machine.measured) is not None:
-        return measured_layer(work, measured).passes, measured_head(work, measured), measured_send(work, measured)
-    return _layer(work).passes, head_time(work), send_seconds(work)
+        sends = Sends(measured_send(work, measured), 0.0)
+        return measured_layer(work, measured).passes, measured_head(work, measured), sends
+    return _layer(work).passes, head_time(work), _sends(work)
+
+
+def _sends(work: Work) -> Sends:
+    """What a stage sends, less what is hidden; twice that where it receives only then."""
+    software = work.software
+    whole = send_seconds(work)
+    exposed = whole * (1.0 - software.overlap_pipeline * work.constants.pipeline_overlap)
+    return Sends((1.0 + software.serial_sends) * exposed, whole - exposed)
 
 
 def _layer(work: Work) -> _Layer:
@@ -218,6 +235,14 @@ def _optimizer_seconds(work: Work, elements: Column, expert_elements: Column) ->
     local = (elements / shards + expert_elements / expert_shards) * split.trains_weights
     moved = local * (2.0 * numerics.state + numerics.gradient + numerics.parameter)
     on_device = moved / (machine.bandwidth * work.constants.memory)
-    # offloaded: the gradient leaves and the parameter returns; the host's own arithmetic is hidden behind neither
+    # offloaded: the gradient leaves, the host updates, the parameter returns, one after the other as our trainer does
+    # it; the devices of a host share its memory
+    sharing = np.minimum(np.minimum(machine.node, split.world), HOST_DEVICES)
     away = local * (numerics.gradient + numerics.parameter) / machine.host_bandwidth
+    away = away + moved * sharing / machine.host_memory_bandwidth
+    files = local * 2.0 * numerics.state * sharing / machine.file_bandwidth
+    away = away + np.where(split.offload == OFFLOAD["nvme"], files, 0.0)
     return np.where(split.offload > 0, away, on_device)
+
+
+HOST_DEVICES = 8.0  # at most, however many devices the fast link joins

@@ -29,9 +29,9 @@ from modelworks.plan.found import TIE, Found, Points
 from modelworks.plan.job import Job, Limits
 from modelworks.plan.memory import memory
 from modelworks.plan.partition import improved
-from modelworks.plan.pipeline import Stages, estimated_makespan, stage_costs
+from modelworks.plan.pipeline import Sends, Stages, seconds_of_step, stage_costs
 from modelworks.plan.spaces import Placements, Space, complexity, splits, with_schedules
-from modelworks.plan.step_time import layer_costs, step_time
+from modelworks.plan.step_time import step_and_costs
 
 MARGIN = 0.05  # by which closed forms of memory may be above what is predicted in full
 SLACK = 0.03  # the same of times and simulations
@@ -67,7 +67,8 @@ class Table:
             if len(found) >= top:
                 break
             one = self._first_that_fits(rows, members)
-            if one is not None:
+            # the first group ties across splits, so its winner may come again as that of its own split
+            if one is not None and all(one.candidate != each.candidate for each in found):
                 found.append(one)
         if not found:
             return []
@@ -171,7 +172,7 @@ class Table:
             space.dp_replicate[row] * space.dp_shard[row] * space.micro_batch[row]
         )
         key = SCHEDULES[schedule], costs, pp, micro_batches, virtual
-        return key, estimated_makespan(*key)
+        return key, seconds_of_step(*key, exact=False)
 
     def _work(self, space: Space) -> Work:
         job = self.job
@@ -242,28 +243,28 @@ class _Rows:
 @dataclass(frozen=True)
 class _Times:
     """Closed forms of rows. floor: seconds that no schedule can go below. pipeline: of `step`, what a simulation
-    replaces. layer, head, send: for one micro-batch."""
+    replaces. layer, head, sends: for one micro-batch."""
 
     step: Array
     floor: Array
     pipeline: Array
     layer: Passes
     head: Passes
-    send: Array
+    sends: Sends
 
     @classmethod
     def of(cls, work: Work, stages: Stages, rows: int) -> _Times:
-        times, (layer, head, send) = step_time(work, stages), layer_costs(work)
+        times, (layer, head, sends) = step_and_costs(work, stages)
         split, shape = work.split, work.shape
         mean = split.n_micro_batches * (shape.n_layers * layer.total + head.total) / split.pp
         rest = (times.data + times.optimizer) * (shape.n_layers / split.pp) / np.maximum(stages.most, 1.0)
         total = times.total
-        pipeline = total - times.sends - times.data - times.optimizer - times.overhead
+        pipeline = total - times.data - times.optimizer - times.overhead
         step, floor, closed = (np.broadcast_to(each, rows) for each in (total, mean + rest, pipeline))
         layers, heads = (Passes(*(np.broadcast_to(part, rows) for part in each)) for each in (layer, head))
-        return cls(step, floor, closed, layers, heads, np.broadcast_to(send, rows))
+        return cls(step, floor, closed, layers, heads, Sends(*(np.broadcast_to(each, rows) for each in sends)))
 
     def costs(self, row: int, counts: tuple[int, ...]) -> Costs:
         """Of each stage, which holds so many layers; the last also the head."""
-        layer, head = ([float(part[row]) for part in each] for each in (self.layer, self.head))
-        return stage_costs(layer, head, float(self.send[row]), counts)
+        layer, head, sends = ([float(part[row]) for part in each] for each in (self.layer, self.head, self.sends))
+        return stage_costs(layer, head, Sends(*sends), counts)

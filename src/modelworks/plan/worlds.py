@@ -38,12 +38,13 @@ def cheapest(job: Job, limits: Limits, constants: Constants, placements: Placeme
     """The layout of the fewest device-seconds a token; of those within a tie, the fewest devices."""
     between = [size for size in sizes(job) if few.candidate.n_devices < size < job.n_devices]
     chosen = [size for size in between if job.n_devices % size == 0][-COMPARED:]
-    estimates = {size: size * Table(job, limits, size, constants, placements).fastest_seconds() for size in chosen}
+    tables = {size: Table(job, limits, size, constants, placements) for size in chosen}
+    estimates = {size: size * table.fastest_seconds() for size, table in tables.items()}
     found = [few, whole]
     best = min(each.device_seconds_per_token for each in found) * job.tokens
     for size, cost in sorted(estimates.items(), key=lambda item: item[1])[:2]:
         if cost < best * (1.0 + TIE):
-            found += Table(job, limits, size, constants, placements).best(1)
+            found += tables[size].best(1)
     least = min(each.device_seconds_per_token for each in found)
     tied = [each for each in found if each.device_seconds_per_token <= least * (1.0 + TIE)]
     return min(tied, key=lambda each: (each.candidate.n_devices, each.device_seconds_per_token))

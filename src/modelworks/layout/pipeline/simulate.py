@@ -152,15 +152,21 @@ class Rehearsal:
 
     def makespan(self, costs: Costs) -> float:
         """When the last computation ends; the first begins at 0."""
+        return max(ends[-1] for ends in self.ends(costs) if ends)
+
+    def ends(self, costs: Costs) -> list[list[float]]:
+        """By rank, when each of its computations ends, in their order."""
         whole = [first + second for first, second in zip(costs.backward_input, costs.backward_weight, strict=True)]
         seconds = [*costs.forward, *costs.backward_input, *whole, *costs.backward_weight]
         ends: list[float] = [-1.0] * self._results
-        send, clocks, places = costs.send, [0.0] * len(self._ranks), [0] * len(self._ranks)
+        send, done = costs.send, [list[float]() for _ in self._ranks]
         left = sum(map(len, self._ranks))
         while left:
             before = left
-            for rank, steps in enumerate(self._ranks):
-                clock, place = clocks[rank], places[rank]
+            for finished, steps in zip(done, self._ranks, strict=True):
+                place = len(finished)
+                left += place
+                clock = finished[-1] if finished else 0.0
                 while place < len(steps):
                     cost, first, first_far, second, second_far, result = steps[place]
                     start = clock
@@ -183,9 +189,9 @@ class Rehearsal:
                     clock = start + seconds[cost]
                     if result >= 0:
                         ends[result] = clock
+                    finished.append(clock)
                     place += 1
-                left -= place - places[rank]
-                clocks[rank], places[rank] = clock, place
+                left -= place
             if left == before:
                 raise ValueError("the schedule never ends: all ranks wait for each other")
-        return max(clocks)
+        return done
