@@ -7,11 +7,12 @@ barrier. In float64, so that only rounding may differ.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import cache
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from modelworks.checkpoint.owners import Owners
 from modelworks.config import ModelConfig, OptimizerConfig, ParallelConfig, parameter_shapes
 from modelworks.config.optimizers import HABITS
 from modelworks.layout import Layout, ShardSpec, plan_parameters
-from modelworks.optim import Split, build_optimizer
+from modelworks.optim import Split, build_optimizer, eight_bit
 
 MODEL = ModelConfig(
     family="mixtral", n_layers=4, d_model=12, n_heads=6, n_kv_heads=2, head_dim=2, d_ff=10, vocab_size=18,
@@ -65,22 +66,41 @@ class Ranks:
             {n: plan.stored for n, plan in plan_parameters(MODEL, layout, parallel, rank, stages).items()}
             for rank in range(self.size)
         ]
-        self._barrier, self._given = threading.Barrier(self.size), dict[int, Tensor]()
+        self._barrier, self._given = threading.Barrier(self.size), dict[int, Any]()
 
     def run(self, job: Callable[[int, Split], Any]) -> list[Any]:
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(lambda rank: job(rank, self._split(rank)), range(self.size)))
 
     def _split(self, rank: int) -> Split:
-        def reduce(value: Tensor, how: Literal["sum", "max"]) -> Tensor:
-            assert how == "sum"
+        def all_given(value: Any) -> list[Any]:
             self._given[rank] = value
             self._barrier.wait(timeout=60)
-            total = torch.stack([self._given[each] for each in range(self.size)]).sum(0)
+            given = [self._given[each] for each in range(self.size)]
             self._barrier.wait(timeout=60)
-            return total
+            return given
 
-        return Split(self.specs[rank], SHAPES, reduce)
+        def reduce(value: Tensor, how: Literal["sum", "max"]) -> Tensor:
+            given = torch.stack(all_given(value))
+            return given.sum(0) if how == "sum" else given.amax(0)
+
+        def matrices(
+            slices: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], compute: Callable[[Tensor], Tensor]
+        ) -> dict[str, Tensor]:
+            wholes = {name: torch.zeros(spec.shape, dtype=torch.float64) for name, spec in specs.items()}
+            for each in all_given((slices, specs)):
+                for name in each[0].keys() & wholes.keys():
+                    wholes[name][each[1][name].slices] = each[0][name]
+            return {name: compute(whole)[specs[name].slices].contiguous() for name, whole in wholes.items()}
+
+        return Split(self.specs[rank], SHAPES, reduce, matrices)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow_state() -> Iterator[None]:
+    """8-bit state of all but the smallest tensors, whose blocks nearly every cut goes through."""
+    with patch.object(eight_bit, "SMALL", 32):
+        yield
 
 
 @pytest.fixture(scope="module")

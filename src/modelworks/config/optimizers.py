@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-OptimizerName = Literal["sgd", "adam", "adamw", "lamb", "lars", "lion", "adafactor"]
+OptimizerName = Literal[
+    "sgd", "adam", "adamw", "lamb", "lars", "lion", "adafactor", "adam8bit", "adamw8bit", "lion8bit", "muon"
+]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,16 @@ HABITS: dict[OptimizerName, Habits] = {
         {"lr": 1e-2, "eps": 1e-30, "weight_decay": 0.0},
         "Shazeer & Stern 2018 (1804.04235); the rate is relative to each tensor's root mean square",
     ),
+    "muon": Habits(
+        _ADAM | {"momentum", "nesterov", "orthogonal_steps", "orthogonal_dtype", "update_scale"},
+        {"momentum": 0.95, "nesterov": True},
+        "Jordan et al. 2024; with updates scaled to AdamW's size AdamW's rate and decay serve (Liu et al. 2025, "
+        "2502.16982)",
+    ),
 }
+
+# Moments in 8 bits change how state is kept and nothing else.
+HABITS |= {"adam8bit": HABITS["adam"], "adamw8bit": HABITS["adamw"], "lion8bit": HABITS["lion"]}
 
 SPECIFIC = frozenset().union(*(habits.uses for habits in HABITS.values()))
 

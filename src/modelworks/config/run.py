@@ -125,6 +125,9 @@ class OptimizerConfig(Frozen):
     relative_step: Flag = True  # adafactor: the rate is at most 1 / sqrt(t)
     scale_parameter: Flag = True  # adafactor: times the tensor's root mean square
     min_scale: Annotated[Real, Field(gt=0.0)] = 1e-3  # adafactor: at least so much of it
+    orthogonal_steps: Annotated[Whole, Field(ge=1, le=20)] = 5  # muon: of Newton-Schulz
+    orthogonal_dtype: Literal["own", "bf16"] = "own"  # muon: what they compute in; own: as the weights are updated
+    update_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"  # muon
     lr_scaling: Literal["none"] = "none"
     groups: list[ParameterGroup] = []
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from modelworks.config import OptimizerConfig
 from modelworks.layout import ShardSpec
+from modelworks.optim.eight_bit import state_dtype
 from modelworks.optim.groups import ParameterOptions, parameter_options
 from modelworks.optim.pieces import Piece, Rule, Step
 from modelworks.optim.rules import build_rule
@@ -181,7 +182,7 @@ def _new_slot(
     else:
         updated = allocate(f"{spec.name}/master", parameter.shape, wide).copy_(stored)
     state = {
-        kind: allocate(f"{spec.name}/{kind}", torch.Size(held.local_shape), wide)
+        kind: allocate(f"{spec.name}/{kind}", torch.Size(held.local_shape), state_dtype(kind, wide))
         for kind, held in rule.states(spec).items()
     }
     return _Slot(spec, stored, updated, state, options)

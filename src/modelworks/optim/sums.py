@@ -15,6 +15,7 @@ from torch import Tensor
 
 from modelworks.layout import ShardSpec
 from modelworks.optim.clip import Reduce
+from modelworks.optim.orthogonal import WholeMatrices
 
 Length = Callable[[ShardSpec], int]
 
@@ -24,12 +25,14 @@ class Split:
     """How the parameters of a model are split over ranks.
 
     specs: what this rank holds, by name. shapes: of all trained parameters of the model, the same on every rank.
-    reduce: over all ranks; None where this process holds everything.
+    reduce: over all ranks; None where this process holds everything. matrices: computes of whole matrices that are
+    split over ranks; None likewise.
     """
 
     specs: Mapping[str, ShardSpec]
     shapes: Mapping[str, tuple[int, ...]]
     reduce: Reduce | None = None
+    matrices: WholeMatrices | None = None
 
 
 @dataclass(frozen=True)

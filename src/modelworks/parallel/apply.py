@@ -28,6 +28,7 @@ from modelworks.optim import Split
 from modelworks.parallel.expert import shard_experts
 from modelworks.parallel.gradients import Fill, GradientStore, build_gradient_store, world_reduce
 from modelworks.parallel.logical import Assembler
+from modelworks.parallel.matrices import MatrixExchange
 from modelworks.parallel.mesh import Mesh
 from modelworks.parallel.pipeline import PipelineExecutor, build_parts, share_embedding
 from modelworks.parallel.tensor import shard_tensor
@@ -66,6 +67,7 @@ class SplitModel:
             specs={name: plan.stored for name, plan in self.plans.items()},
             shapes=parameter_shapes(self.config.model),
             reduce=world_reduce(self.mesh) if self.mesh.layout.world_size > 1 else None,
+            matrices=MatrixExchange(self.mesh, self.stored_specs) if self.mesh.layout.world_size > 1 else None,
         )
 
     @property
