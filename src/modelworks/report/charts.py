@@ -17,7 +17,8 @@ from modelworks.report.series import downsample, smooth
 Role = Literal["line", "faint", "points"]
 # Curves of more runs than this repeat the colours, dashed.
 COLOURS = 7
-_NOT_CHARTED = ("data/", "baseline/", "memory/", "checkpoint/")  # with a place of their own, or none
+# With a place of their own, or none.
+_NOT_CHARTED = ("data/", "baseline/", "memory/", "checkpoint/", "health/straggler")
 TABLE_ROWS = 24
 
 

@@ -10,6 +10,7 @@ that have a place of their own on the page:
     predicted/flops_per_token, machine/peak_flops            the two sides of utilisation
     anything with tags, pipeline/*    how the run was split  (`split.py`)
     checkpoint/*                      what saving cost       (`saves.py`)
+    spike, divergence, health/*       the run's health       (`health.py`)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from modelworks.records import Record
 from modelworks.report import numbers
 from modelworks.report.charts import run_charts, spread
+from modelworks.report.health import health_section
 from modelworks.report.page import chart_items, write_page
 from modelworks.report.run_data import Run, event_fields, read_run
 from modelworks.report.saves import saves_section
@@ -29,7 +31,8 @@ from modelworks.report.split import split_section
 SAMPLE_LENGTH = 4000  # characters shown of one sample
 SAMPLED_STEPS = 30
 EVENTS = 200
-_ELSEWHERE = ("sample", "decision", "environment", "pipeline/timeline")  # events with a place of their own
+# Events with a place of their own.
+_ELSEWHERE = ("sample", "decision", "environment", "pipeline/timeline", "spike", "divergence", "health/layers")
 
 
 def write_report(run_dir: Path) -> Path:
@@ -54,6 +57,7 @@ def write_report(run_dir: Path) -> Path:
         tasks=_tasks(run),
         decisions=_decisions(run),
         predictions=_predictions(run),
+        health=health_section(run),
         split=split_section(run),
         saves=saves_section(run),
         timeline=timeline,

@@ -34,7 +34,7 @@ def split_section(run: Run) -> dict[str, Any] | None:
         world *= degree if isinstance(degree, int) and axis != "ep" else 1
     if world == 1:
         return None
-    tagged = _Tagged(run.tagged)
+    tagged = _Tagged([record for record in run.tagged if not record.name.startswith("health/")])
     return {
         "layout": layout_text(degrees, parallel, world),
         "step": f"{tagged.step:,}" if tagged.step is not None else "",

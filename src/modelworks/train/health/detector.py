@@ -1,12 +1,15 @@
 """Spikes of a curve, by its own recent past: robust, one-sided, and the same on every rank.
 
-A value is a spike where all of this holds against the window of accepted values before it:
+The window of accepted values before a step has a trend, a line through the medians of its two halves (Tukey's resistant
+line, 1977), and a usual value: the median of its newer half, or the trend's next value where that is higher. A value is
+a spike where all of this holds:
 
-    it is more than `threshold` deviations above their median; a deviation is 1.4826 x the median absolute deviation,
-        which estimates the standard deviation of a normal distribution and does not move with outliers (Hampel 1974)
-    it is above the median by more than 1.5 times the farthest value in the window: a curve with heavy tails has shown
-        them before
-    it is above the median by `least`, which no one would overlook
+    it is more than `threshold` deviations above the usual value; a deviation is 1.4826 x the median absolute distance
+        from the trend, which estimates the standard deviation of a normal distribution and does not move with outliers
+        (Hampel 1974)
+    it is above it by more than 1.5 times the farthest distance in the window: a curve with heavy tails has shown them
+        before
+    it is above it by `least`, which no one would overlook
 
 Spikes stay out of the window, so that a row of them is judged by what was normal. `PATIENCE` in a row are no spikes
 but a new level (another part of the data): they begin a new window. What is not finite is always a spike.
@@ -54,7 +57,7 @@ class Spike:
 class Window:
     """Accepted values of one curve. logarithmic: whether deviations are ratios, as a gradient norm's are.
 
-    least: how far above the median a spike is at least, as a share of the median.
+    least: how far above the usual value a spike is at least, as a share of it.
     """
 
     curve: str
@@ -69,8 +72,9 @@ class Window:
 
     @property
     def typical(self) -> float | None:
-        """The median of the window; None before there is any."""
-        return statistics.median(self.values) if self.values else None
+        """The median of the newer half of the window; None before there are values."""
+        values = list(self.values)
+        return statistics.median(values[len(values) // 2 :]) if values else None
 
     def judge(self, value: float, *, warming_up: bool) -> Spike | None:
         if not math.isfinite(value):
@@ -79,13 +83,17 @@ class Window:
         if typical is None or len(self.values) < LEAST_VALUES or value <= typical:
             return None
         seen = [self._scale(each) for each in self.values]
-        middle = statistics.median(seen)
-        above = self._scale(value) - middle
-        least = math.log1p(self.least) if self.logarithmic else self.least * abs(middle)
-        farthest = max(abs(each - middle) for each in seen)
-        deviation = DEVIATION * statistics.median(abs(each - middle) for each in seen)
+        half, n = len(seen) // 2, len(seen)
+        older, newer = statistics.median(seen[:half]), statistics.median(seen[half:])
+        slope = (newer - older) / (n / 2)  # between the middles of the halves
+        begin = older - slope * (half - 1) / 2
+        usual = max(newer, begin + slope * n)
+        distances = [abs(each - (begin + slope * place)) for place, each in enumerate(seen)]
+        deviation = DEVIATION * statistics.median(distances)
+        least = math.log1p(self.least) if self.logarithmic else self.least * abs(usual)
+        above = self._scale(value) - usual
         limit = self.threshold * (WARMUP if warming_up else 1.0) * deviation
-        if above <= max(limit, BEYOND * farthest, least):
+        if above <= max(limit, BEYOND * max(distances), least):
             return None
         return Spike(self.curve, value, typical, above / deviation if deviation else math.inf)
 

@@ -1,0 +1,200 @@
+"""The health of a run: its spikes on a line of time with their documents, and a map of gradient norms by layer.
+
+Read from the events `spike`, `divergence` and `health/layers` and the figures `health/*`; see
+`modelworks.train.health.records` for what each of them holds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from modelworks.records import Record
+from modelworks.report import numbers
+from modelworks.report.run_data import Run, event_fields
+
+SPIKES = 200  # rows of the table
+COLUMNS, ROWS = 60, 128  # of the map, at most
+WIDTH, MARGIN, CELL = 1000, 90, 16  # of the drawings, in their own units
+ANSWERS = {
+    "none": "recorded",
+    "new level": "taken for a new level",
+    "skip": "update left out",
+    "clip": "left out, tighter clipping",
+    "slow": "left out, tighter clipping, lower rate",
+    "stop": "left out, run stopped",
+}
+
+
+def health_section(run: Run) -> dict[str, Any] | None:
+    """What the template shows; None where nothing was watched."""
+    spikes = _once(run, "spike")
+    divergences = _once(run, "divergence")
+    layers = _layers(run)
+    if not spikes and not divergences and not layers:
+        return None
+    return {
+        "sentence": _sentence(spikes, divergences),
+        "line": _line(run, spikes, divergences),
+        "spikes": [_row(event) for event in spikes[-SPIKES:]],
+        "spikes_note": f"{len(spikes) - SPIKES:,} earlier ones are left out." if len(spikes) > SPIKES else "",
+        "divergences": [[f"{event.step:,}", str(event_fields(event).get("text", ""))] for event in divergences],
+        "map": _map(layers),
+        "layers": _latest(layers),
+        "ranks": _ranks(run),
+    }
+
+
+def _once(run: Run, name: str) -> list[Record]:
+    """Events of that name, one a step: of a step that was made again after a crash the last."""
+    return [event for _, event in sorted({event.step: event for event in run.events_named(name)}.items())]
+
+
+def _layers(run: Run) -> list[tuple[int, dict[str, Any]]]:
+    rows = ((event.step, event_fields(event)) for event in _once(run, "health/layers"))
+    return [(step, row) for step, row in rows if isinstance(row.get("layers"), list) and row.get("grad_norm")]
+
+
+def _sentence(spikes: Sequence[Record], divergences: Sequence[Record]) -> str:
+    if not spikes and not divergences:
+        return "No spike and no divergence."
+    parts = []
+    if spikes:
+        skipped = sum(event_fields(event).get("answer") in ("skip", "clip", "slow", "stop") for event in spikes)
+        parts.append(
+            f"{len(spikes):,} {'spike' if len(spikes) == 1 else 'spikes'}, {skipped:,} of them answered by leaving the "
+            "update out"
+        )
+    if divergences:
+        parts.append(f"the loss was found to diverge at step {divergences[0].step:,}")
+    return f"{'; '.join(parts)}."
+
+
+def _line(run: Run, spikes: Sequence[Record], divergences: Sequence[Record]) -> dict[str, Any] | None:
+    """Marks at the steps of spikes, bad ones tall."""
+    if not spikes and not divergences:
+        return None
+    last = max([run.steps, *(event.step for event in [*spikes, *divergences])])
+    marks = []
+    for event in [*spikes, *divergences]:
+        fields = event_fields(event)
+        text = str(fields.get("reason") or fields.get("text", ""))
+        x = round(event.step / max(1, last) * WIDTH, 1)
+        marks.append(
+            {"x": min(x, WIDTH - 3), "bad": event.name == "spike", "title": f"step {event.step:,}: {text}"},
+        )
+    return {"marks": marks, "width": WIDTH, "last": f"{last:,}"}
+
+
+def _row(event: Record) -> list[str]:
+    fields = event_fields(event)
+    answer = str(fields.get("answer", ""))
+    return [
+        f"{event.step:,}",
+        str(fields.get("reason", "")),
+        ANSWERS.get(answer, answer),
+        _span(fields.get("highest_loss") or fields.get("samples")),
+        _documents(fields),
+    ]
+
+
+def _span(samples: Any) -> str:
+    return f"{samples[0]:,} to {samples[1]:,}" if isinstance(samples, list) and len(samples) == 2 else numbers.MISSING
+
+
+def _documents(fields: Mapping[str, Any]) -> str:
+    """Those of the samples with the highest loss, else of all."""
+    rows, suspects = fields.get("documents"), fields.get("highest_loss")
+    if not isinstance(rows, list):
+        return numbers.MISSING
+    if isinstance(suspects, list):
+        rows = [row for row in rows if suspects[0] <= row["sample"] <= suspects[1]]
+    by_source: dict[str, list[str]] = defaultdict(list)
+    for row in rows[:8]:
+        first, last = row["documents"]
+        by_source[row["source"]].append(f"{first:,}" if first == last else f"{first:,}-{last:,}")
+    left = len(rows) - 8
+    text = "; ".join(f"{source} {', '.join(spans)}" for source, spans in by_source.items())
+    return f"{text} and {left:,} more rows" if left > 0 else text
+
+
+def _map(layers: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any] | None:
+    """Boxes, one for a layer and a span of steps: the largest gradient norm there, its logarithm as strength."""
+    if len(layers) < 2:
+        return None
+    names = layers[-1][1]["layers"][:ROWS]
+    count = min(COLUMNS, len(layers))
+    columns = [layers[i * len(layers) // count : (i + 1) * len(layers) // count] for i in range(count)]
+    values: dict[tuple[int, int], float] = {}
+    for x, rows in enumerate(columns):
+        for y, name in enumerate(names):
+            found = [norm for _, row in rows if (norm := _norm(row, name)) is not None]
+            if found:
+                values[x, y] = max(found)
+    logs = {key: math.log(value) for key, value in values.items() if value > 0 and math.isfinite(value)}
+    if not logs:
+        return None
+    low, high = min(logs.values()), max(logs.values())
+    width = (WIDTH - MARGIN) / count
+    boxes = []
+    for (x, y), value in values.items():
+        steps = [step for step, _ in columns[x]]
+        span = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
+        logarithm = logs.get((x, y))
+        strength = 0.0 if logarithm is None else (logarithm - low) / (high - low) if high > low else 0.5
+        boxes.append(
+            {
+                "x": round(MARGIN + x * width, 2),
+                "y": y * CELL,
+                "width": round(width, 2),
+                "strength": round(0.04 + 0.96 * strength, 3),
+                "bad": not math.isfinite(value),
+                "title": f"{names[y]}, {span}: {value:.3g}",
+            }
+        )
+    return {
+        "boxes": boxes,
+        "names": [{"text": name, "y": y * CELL + 0.75 * CELL} for y, name in enumerate(names)],
+        "cell": CELL,
+        "width": WIDTH,
+        "height": len(names) * CELL,
+        "low": f"{math.exp(low):.3g}",
+        "high": f"{math.exp(high):.3g}",
+        "first": f"{layers[0][0]:,}",
+        "last": f"{layers[-1][0]:,}",
+    }
+
+
+def _norm(row: Mapping[str, Any], name: str) -> float | None:
+    if name not in row["layers"]:
+        return None
+    return float(row["grad_norm"][row["layers"].index(name)])
+
+
+def _latest(layers: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any] | None:
+    """Table of the last step with an update: what a layer holds and how far it moves."""
+    complete = [(step, row) for step, row in layers if "update_ratio" in row]
+    if not complete:
+        return None
+    step, row = complete[-1]
+    columns = zip(row["layers"], row["grad_norm"], row["weight_norm"], row["update_ratio"], strict=True)
+    return {
+        "step": f"{step:,}",
+        "rows": [[name, *(f"{float(value):.3g}" for value in values)] for name, *values in columns],
+    }
+
+
+def _ranks(run: Run) -> str:
+    """Who the others waited for, in a sentence; empty for one process."""
+    stragglers, imbalance = run.series.get("health/straggler"), run.series.get("health/imbalance")
+    if stragglers is None or imbalance is None or not stragglers.values:
+        return ""
+    rank = statistics.mode(stragglers.values)
+    share = sum(value == rank for value in stragglers.values) / len(stragglers.values)
+    return (
+        f"Rank {rank:.0f} was the slowest in {numbers.percent(share, 0)} of the measured intervals; the slowest was "
+        f"busy {numbers.percent(statistics.median(imbalance.values), 0)} longer than the ranks' mean (median)."
+    )
