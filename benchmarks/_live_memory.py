@@ -6,6 +6,7 @@ the process is seen from before the model is built, so nothing is assumed about 
 
 from __future__ import annotations
 
+import bisect
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,36 @@ def _tokens(config: RunConfig) -> Batch:
 
 
 def _peak(events: Any) -> int:
-    sizes = [
-        (event.start_ns(), event.nbytes())
-        for event in events.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    live = most = 0
-    for _, size in sorted(sizes, key=lambda each: each[0]):
-        live += size
-        most = max(most, live)
+    """The profiler sees what this thread does. A tensor that an exchange's thread lets go of last is known to be gone
+    once its memory is handed out again."""
+    most = total = 0
+    live: dict[int, int] = {}  # address -> bytes
+    addresses: list[int] = []  # of those, in order
+    for _, address, size in _allocations(events):
+        if size < 0:
+            gone = [address] if address in live else []
+        else:
+            first = bisect.bisect_left(addresses, address)
+            if first and addresses[first - 1] + live[addresses[first - 1]] > address:
+                first -= 1
+            gone = addresses[first : bisect.bisect_left(addresses, address + size)]
+        for old in gone:
+            total -= live.pop(old)
+            addresses.remove(old)
+        if size > 0:
+            live[address] = size
+            bisect.insort(addresses, address)
+            total += size
+            most = max(most, total)
     return most
+
+
+def _allocations(events: Any) -> list[tuple[int, int, int]]:
+    """(time, address, bytes; negative where they are freed), in order."""
+    found, left = [], list(events.profiler.kineto_results.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return sorted(found, key=lambda each: each[0])

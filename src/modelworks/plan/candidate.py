@@ -94,7 +94,7 @@ def work_of(
     kernel: AttentionKernel = "fused" if float(np.max(software.flash)) >= 2.0 else "flash"
     machine = Machine.of(device, precision, attention=kernel, ranks=int(np.max(split.world)))
     if machine.measured is not None:
-        constants, software = machine.measured.constants(constants), machine.measured.software(software)
+        constants = machine.measured.constants(constants)
     numerics = Numerics.of(precision)
     if optimizer != "adamw":  # master weights are what the numerics have beside its two moments
         masters = numerics.state - state_bytes("adamw", model).mean
@@ -143,7 +143,7 @@ def evaluate(
         optimizer=candidate.optimizer,
     )
     held = pipeline.outcome.held if pipeline else [float(model.n_layers)]
-    by_rank = bytes_by_rank(model, work, ranks, by_stage, held)
+    by_rank = bytes_by_rank(model, work, ranks, by_stage, held, float(parallel.bucket_size))
     size = max(by_rank, key=lambda each: sum(each.values()))
     tokens = candidate.global_batch * candidate.seq_len
     causal, full = (float(flops) * tokens for flops in model_flops(work))

@@ -22,7 +22,6 @@ from modelworks.hardware.rates import ExchangeKind, MeasuredDtype
 from modelworks.plan.columns import Column, Shape, Split
 from modelworks.plan.constants import Constants
 from modelworks.plan.elements import layer_elements
-from modelworks.plan.software import Software
 
 _DTYPES: dict[str, MeasuredDtype] = {"fp32": "fp32", "bf16": "bf16", "bf16-autocast": "bf16"}
 
@@ -76,10 +75,6 @@ class Measured:
     def constants(self, others: Constants) -> Constants:
         """What the formulas of memory take: no driver's context and no buffers of a device's libraries."""
         return replace(others, context=0.0, communicator=0.0, slack=0.0)
-
-    def software(self, others: Software) -> Software:
-        """One bucket of gradients is on its way at a time, where nothing hides an exchange."""
-        return others.with_(buffers=others.buffers / 2.0)
 
     def product(self, m: Column, n: Column, k: Column, count: Column, half: int) -> Column:
         """Seconds of `count` products. half: 0 forward, 1 the inputs' gradient, 2 the weights'."""

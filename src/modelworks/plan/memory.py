@@ -79,11 +79,12 @@ def memory(work: Work, stages: Stages | None = None) -> Memory:
 def layer_activations(work: Work) -> Column:
     """Bytes that one layer (the mean over dense and sparse ones) keeps of one micro-batch, recomputation as chosen."""
     mode = work.split.recompute
-    none, selective, full = (_kept(work, kind) for kind in ("none", "selective", "full"))
+    none, selective, full = (kept_of_layer(work, kind) for kind in ("none", "selective", "full"))
     return np.where(mode <= 1.0, none + mode * (selective - none), selective + (mode - 1.0) * (full - selective))
 
 
-def _kept(work: Work, mode: str) -> Column:
+def kept_of_layer(work: Work, mode: str) -> Column:
+    """Bytes of one micro-batch between its forward and its backward pass, if layers recomputed as `mode` says."""
     shape, split, numerics, software = work.shape, work.split, work.numerics, work.software
     tokens, tp = split.tokens, split.tp
     stream = tokens * shape.d_model / split.stream_split
@@ -125,8 +126,9 @@ def _eager(work: Work) -> Column:
     return kept + gate * (shape.dense_share * shape.d_ff + sparse * shape.experts_per_token * shape.d_expert)
 
 
-def _copied_weights(work: Work) -> Column:
-    """Bytes of a layer's weights that a forward pass copies and keeps: cast, or put side by side for one product."""
+def copied_weights(work: Work, *, kept: bool = False) -> Column:
+    """Bytes of a layer's weights that a forward pass copies and keeps: cast, or put side by side for one product.
+    kept: while it is recomputed too."""
     shape, split, numerics = work.shape, work.split, work.numerics
     queries_keys_values = shape.d_model * (shape.d_attention + 2.0 * shape.d_kv)
     gate_and_up = np.where(shape.matrices == 3.0, 2.0 * shape.d_model * shape.d_ff, 0.0) * shape.dense_share
@@ -134,7 +136,7 @@ def _copied_weights(work: Work) -> Column:
     everything = shape.attention_weights + shape.dense_share * shape.feed_forward_weights
     everything = everything + (1.0 - shape.dense_share) * shape.expert_weights / split.ep
     elements = np.where(numerics.parameter > numerics.compute, everything, packed) / split.tp
-    keeps = np.where(work.split.recompute > 0.0, 0.0, 1.0) * work.software.eager
+    keeps = np.where((work.split.recompute > 0.0) & (not kept), 0.0, 1.0) * work.software.eager
     return keeps * elements * numerics.compute
 
 
@@ -223,9 +225,11 @@ def rank_memory(work: Work, *, layers: Column, held: Column, ends: Column, has_l
     kept = layers * held
     # what waits in the host's memory leaves one layer's worth that is used and one that is fetched
     kept = np.where(split.offload_activations > 0, np.minimum(kept, 2.0), kept)
-    activations = kept * layer + 2.0 * held * stream * numerics.stream + layers * _copied_weights(work)
+    activations = kept * layer + 2.0 * held * stream * numerics.stream + layers * copied_weights(work)
     partly = np.clip(split.recompute - 1.0, 0.0, 1.0) > 0
-    working = np.where(partly, _kept(work, "none"), np.where(split.recompute > 0, _kept(work, "none") - layer, 0.0))
+    working = np.where(
+        partly, kept_of_layer(work, "none"), np.where(split.recompute > 0, kept_of_layer(work, "none") - layer, 0.0)
+    )
     loss = has_loss * loss_bytes(work)
     gathered = 2.0 * layer_elements(shape, split) * (numerics.gathered + numerics.reduced)
     stage = layers * layer_elements(shape, split) + ends * shape.vocab_size * shape.d_model / split.tp

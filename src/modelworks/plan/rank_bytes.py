@@ -16,6 +16,7 @@ from modelworks.layout import Layout, stages_of
 from modelworks.plan.compute import Work
 from modelworks.plan.machine import Numerics
 from modelworks.plan.memory import Memory, rank_memory
+from modelworks.plan.moments import Held, most_bytes
 from modelworks.plan.pipeline import Stages
 from modelworks.plan.stored import Stored, stored
 
@@ -90,9 +91,22 @@ def stored_by_rank(
 
 
 def bytes_by_rank(
-    model: ModelConfig, work: Work, ranks: Sequence[Rank], stores: Sequence[Stored], held: Sequence[float]
+    model: ModelConfig,
+    work: Work,
+    ranks: Sequence[Rank],
+    stores: Sequence[Stored],
+    held: Sequence[float],
+    bucket: float,
 ) -> list[dict[str, float]]:
-    """By the names of `Memory`. held: layers times micro-batches whose activations each rank keeps at once."""
+    """By the names of `Memory`. held: layers times micro-batches whose activations each rank keeps at once. bucket:
+    bytes of gradients that are reduced at once.
+
+    On a machine that was measured, our trainer's moments are followed one by one."""
+    if work.machine.measured is not None:
+        return [
+            most_bytes(work, _held(rank, model, each, float(work.split.virtual)), stored, bucket)
+            for rank, each, stored in zip(ranks, held, stores, strict=True)
+        ]
     layers = np.array([float(len(rank.layers)) for rank in ranks])
     kept = np.array(held) / np.maximum(layers, 1.0)
     ends = np.array([rank.ends(model) for rank in ranks])
@@ -105,3 +119,7 @@ def bytes_by_rank(
         exact = {"parameters": each.parameters, "gradients": each.gradients, "optimizer": each.optimizer}
         found.append({name: float(exact.get(name, arrays[name][place])) for name in names})
     return found
+
+
+def _held(rank: Rank, model: ModelConfig, held: float, stages: float) -> Held:
+    return Held(float(len(rank.layers)), held, stages, rank.ends(model), rank.last)
