@@ -18,12 +18,40 @@ if TYPE_CHECKING:
     from modelworks.optim.optimizer import Optimizer as Optimizer
     from modelworks.optim.optimizer import build_optimizer as build_optimizer
     from modelworks.optim.sums import Split as Split
+    from modelworks.optim.torch_optimizers import (
+        Adafactor as Adafactor,
+    )
+    from modelworks.optim.torch_optimizers import (
+        Adam as Adam,
+    )
+    from modelworks.optim.torch_optimizers import (
+        AdamW as AdamW,
+    )
+    from modelworks.optim.torch_optimizers import (
+        Lamb as Lamb,
+    )
+    from modelworks.optim.torch_optimizers import (
+        Lars as Lars,
+    )
+    from modelworks.optim.torch_optimizers import (
+        Lion as Lion,
+    )
+    from modelworks.optim.torch_optimizers import (
+        Sgd as Sgd,
+    )
 
 __all__ = [
+    "Adafactor",
+    "Adam",
+    "AdamW",
+    "Lamb",
+    "Lars",
+    "Lion",
     "Optimizer",
     "ParameterOptions",
     "Reduce",
     "Schedule",
+    "Sgd",
     "Split",
     "build_optimizer",
     "build_schedule",
@@ -37,6 +65,7 @@ _NEED_TORCH = {
     "clip_gradients": "clip",
     "Reduce": "clip",
     "Split": "sums",
+    **dict.fromkeys(["Adafactor", "Adam", "AdamW", "Lamb", "Lars", "Lion", "Sgd"], "torch_optimizers"),
 }
 
 __getattr__ = lazily(__name__, _NEED_TORCH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelworks.config import RunConfig, UserError
+from modelworks.config import OptimizerConfig, RunConfig, UserError
 from modelworks.hardware import Device
 from modelworks.plan.candidate import Candidate, Prediction, evaluate
 
@@ -25,8 +25,17 @@ def candidate_of(config: RunConfig, device: Device) -> Candidate:
         seq_len=config.data.seq_len,
         precision=train.precision,
         recompute=train.recompute,
-        optimizer=config.optimizer.name,
+        optimizer=_known_as(config.optimizer),
     )
+
+
+def _known_as(optimizer: OptimizerConfig) -> str:
+    """The planner's name for an optimiser with these settings. Raises UserError where it has none."""
+    if optimizer.name == "adafactor" and optimizer.first_moment is not None:
+        raise UserError("optimizer.first_moment: Adafactor with a first moment is not predicted")
+    if optimizer.name == "lars" and not optimizer.momentum:
+        return "sgd"  # in what it keeps
+    return "momentum" if optimizer.name == "sgd" and optimizer.momentum else optimizer.name
 
 
 def predict_run(config: RunConfig, device: Device) -> Prediction:

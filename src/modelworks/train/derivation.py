@@ -6,7 +6,7 @@ re-runs the run: it has no `auto` left. Durations stay as they were written, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -15,6 +15,7 @@ import torch
 from modelworks.config import (
     Duration,
     Interval,
+    OptimizerConfig,
     RunConfig,
     UserError,
     assumed_seconds,
@@ -23,7 +24,9 @@ from modelworks.config import (
     describe_seconds,
     failure_rate,
     format_bytes,
+    show_value,
 )
+from modelworks.config.optimizers import HABITS
 from modelworks.hardware import Machine, choose_device, choose_precision
 from modelworks.layout import Layout
 from modelworks.optim import Schedule, build_schedule
@@ -127,6 +130,8 @@ def derive(
     for key, value, reason in layout_decisions(split, machine.facts, micro_batch, ranks_here):
         decide(key, value, reason)
 
+    for key, value, reason in _own_values(config.optimizer):
+        decide(key, value, reason)
     steps = _Steps(train.global_batch * config.data.seq_len, steps_per_epoch)
     total = steps.of("train.duration", train.duration)
     decide("total steps", total, f"{train.duration} at {steps.tokens:,} tokens a step")
@@ -174,6 +179,14 @@ def derive(
     )
 
 
+def _own_values(optimizer: OptimizerConfig) -> Iterator[tuple[str, str, str]]:
+    """What was not written and is another value than AdamW's: the key, the value, whose it is."""
+    for key in HABITS[optimizer.name].values:
+        if key not in optimizer.model_fields_set:
+            value = show_value(getattr(optimizer, key))
+            yield f"optimizer.{key}", value, f"{optimizer.name}'s own: {HABITS[optimizer.name].reason}"
+
+
 class _Steps:
     """Durations in steps. tokens: of one step, padding included."""
 
@@ -205,9 +218,8 @@ def _keep_earlier(config: RunConfig, earlier: RunConfig | None) -> RunConfig:
 def _first_interval(config: RunConfig, machine: Machine, staging: int) -> Interval:
     """Between saves, as long as none has been measured: a copy at memory's speed, a write at an assumed one."""
     settings, world_size = config.checkpoint, Layout.of(config.parallel).world_size
-    write = assumed_seconds(
-        count_parameters(config.model).total * saved_bytes(config, precision=config.train.precision)
-    )
+    size = count_parameters(config.model).total * saved_bytes(config, precision=config.train.precision)
+    write = assumed_seconds(round(size))
     copied = 2 * staging / machine.memory_bandwidth  # read and written
     stall = copied if settings.async_ and (settings.staging is None or staging < settings.staging) else write
     rate = failure_rate(world_size, settings.mean_time_between_failures)

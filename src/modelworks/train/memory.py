@@ -15,11 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from modelworks.config import ModelConfig, TrainConfig, count_parameters
+from modelworks.config import ModelConfig, OptimizerConfig, TrainConfig, count_parameters
 from modelworks.layout.loss_chunks import loss_chunk_tokens
 from modelworks.models import LONGEST_BLOCKWISE, CausalContext, DropoutKey, Routing, Transformer, default_dtype
 from modelworks.train.loss import SOFTMAX_BYTES
 from modelworks.train.precision import PRECISIONS
+from modelworks.train.state_memory import state_bytes
 
 WIDE, NARROW = 4, 2  # bytes of float32; of bfloat16 and float16
 
@@ -40,19 +41,28 @@ class MemoryPrediction:
 
 
 def predict_memory(
-    model: ModelConfig, train: TrainConfig, *, precision: str, micro_batch: int, seq_len: int
+    model: ModelConfig,
+    train: TrainConfig,
+    *,
+    precision: str,
+    micro_batch: int,
+    seq_len: int,
+    optimizer: OptimizerConfig | None = None,
 ) -> MemoryPrediction:
-    """The peak of a training step, which is at the end of a forward pass: everything lives then."""
+    """The peak of a training step, which is at the end of a forward pass: everything lives then.
+
+    optimizer: AdamW unless another one is given.
+    """
     count = count_parameters(model).total
     stored = NARROW if precision == "bf16" else WIDE
     # bf16 with several micro-batches also sums gradients in float32.
     gradient = stored + (WIDE if precision == "bf16" and micro_batch < train.global_batch else 0)
-    state = 2 * WIDE + (WIDE if precision == "bf16" else 0)
+    state = state_bytes(optimizer or OptimizerConfig(), model, itemsize=stored, offloaded=False)
     tokens = micro_batch * seq_len
     return MemoryPrediction(
         parameters=count * stored,
         gradients=count * gradient,
-        optimizer=count * state,
+        optimizer=sum(state.values()),
         activations=activation_bytes(model, train, precision=precision, micro_batch=micro_batch, seq_len=seq_len),
         loss=_loss_bytes(model, tokens, precision, train.device),
     )

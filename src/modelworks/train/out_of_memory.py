@@ -81,7 +81,12 @@ def suggestions(derived: Derived, capacity: int) -> list[str]:
     def whole(recompute: str, micro_batch: int) -> MemoryPrediction:
         train = config.train.model_copy(update={"recompute": recompute})
         return predict_memory(
-            config.model, train, precision=precision, micro_batch=micro_batch, seq_len=config.data.seq_len
+            config.model,
+            train,
+            precision=precision,
+            micro_batch=micro_batch,
+            seq_len=config.data.seq_len,
+            optimizer=config.optimizer,
         )
 
     def need(changed: RunConfig, micro_batch: int) -> int:

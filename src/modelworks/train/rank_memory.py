@@ -9,19 +9,21 @@ prediction is then somewhat low.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from modelworks.config import ParallelConfig, RunConfig
+from modelworks.config import RunConfig, count_parameters
 from modelworks.layout import (
     DataParallelMemory,
     Layout,
+    ParameterPlan,
     memory_of_run,
     plan_parameters,
     stages_of,
 )
 from modelworks.layout.pipeline import peak_formula, stage_layers
-from modelworks.train.memory import WIDE, MemoryPrediction, predict_memory
+from modelworks.train.memory import MemoryPrediction, predict_memory
 from modelworks.train.precision import PRECISIONS
+from modelworks.train.state_memory import state_bytes
 
 
 def predict_rank_memory(
@@ -36,7 +38,12 @@ def predict_rank_memory(
     micro-batch, where it is known (it takes longest to find)."""
     parallel = config.parallel
     whole = whole or predict_memory(
-        config.model, config.train, precision=precision, micro_batch=micro_batch, seq_len=config.data.seq_len
+        config.model,
+        config.train,
+        precision=precision,
+        micro_batch=micro_batch,
+        seq_len=config.data.seq_len,
+        optimizer=config.optimizer,
     )
     layout = Layout.of(parallel)
     if layout.world_size == 1:
@@ -57,14 +64,17 @@ def stored_memory(config: RunConfig, rank: int, *, itemsize: int, micro_batches:
     parallel, model = config.parallel, config.model
     plans = plan_parameters(model, Layout.of(parallel), parallel, rank, stage_layers(config))
     data = memory_of_run(plans, model, parallel, rank, micro_batches=micro_batches, itemsize=itemsize)
-    return data, _state_bytes(itemsize, parallel) * sum(plan.stored.n_local for plan in plans.values())
+    return data, sum(_state_bytes(config, plans, itemsize).values())
 
 
-def _state_bytes(itemsize: int, parallel: ParallelConfig) -> int:
-    """Of the optimiser, for one element: two moments in float32, and master weights where those that compute are
-    narrower or the state lies elsewhere."""
-    master = itemsize < WIDE or parallel.offload != "none"
-    return (2 + master) * WIDE
+def _state_bytes(config: RunConfig, plans: Mapping[str, ParameterPlan], itemsize: int) -> dict[str, int]:
+    return state_bytes(
+        config.optimizer,
+        config.model,
+        {name: plan.stored for name, plan in plans.items()},
+        itemsize=itemsize,
+        offloaded=config.parallel.offload != "none",
+    )
 
 
 def staged_bytes(config: RunConfig, *, precision: str) -> int:
@@ -80,23 +90,27 @@ def written_bytes(config: RunConfig, *, precision: str) -> int:
     """What the fullest rank writes of a checkpoint: its share of what it holds, copies of which other ranks write a
     part of."""
     parallel, layout = config.parallel, Layout.of(config.parallel)
-    each = saved_bytes(config, precision=precision)
+    itemsize = PRECISIONS[precision].parameter_dtype.itemsize
     stages, most = stage_layers(config), 0.0
     for rank in layout.ranks(0, "pp"):
         share = 0.0
-        for plan in plan_parameters(config.model, layout, parallel, rank, stages).values():
+        plans = plan_parameters(config.model, layout, parallel, rank, stages)
+        states = _state_bytes(config, plans, itemsize)
+        for name, plan in plans.items():
             copies = layout.size(rank, plan.replicate_group)
             if plan.zero_dimension is None:
                 copies *= layout.size(rank, plan.shard_group)
-            share += plan.stored.n_local * each / copies
+            share += (plan.stored.n_local * itemsize + states[name]) / copies
         most = max(most, share)
     return round(most)
 
 
-def saved_bytes(config: RunConfig, *, precision: str) -> int:
-    """Bytes of a checkpoint for one parameter: its value and its optimiser state."""
+def saved_bytes(config: RunConfig, *, precision: str) -> float:
+    """Bytes of a checkpoint for one parameter, on average: its value and its optimiser state."""
     itemsize = PRECISIONS[precision].parameter_dtype.itemsize
-    return itemsize + _state_bytes(itemsize, config.parallel)
+    offloaded = config.parallel.offload != "none"
+    states = state_bytes(config.optimizer, config.model, itemsize=itemsize, offloaded=offloaded)
+    return itemsize + sum(states.values()) / count_parameters(config.model).total
 
 
 def _of_rank(
