@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks._results import write_results
 from modelworks.config import preset
 from modelworks.hardware import device
-from modelworks.plan import Job, Limits, memory, search, step_time, work_of
+from modelworks.plan import Job, Limits, Search, explain, memory, search, step_time, work_of
 from modelworks.plan.pipeline import most_held, seconds_of_step
 from modelworks.plan.spaces import Placements, splits
 
@@ -29,7 +29,7 @@ def main() -> None:
         stages, work = Placements(job, Limits()).stages(space), work_of(job.model, space.split(job), job.device)
         seconds = _best(lambda work=work, stages=stages: (step_time(work, stages).total, memory(work, stages).total))
         found: list[Any] = []
-        whole = _best(lambda job=job, found=found: found.append(search(job)))
+        whole = _best(lambda job=job, found=found: found.append(_answer(job)))
         results[name] = {
             "layouts_per_second": round(len(space) / seconds),
             "search_seconds": round(whole, 2),
@@ -39,6 +39,13 @@ def main() -> None:
         }
         print(name, results[name])
     print(write_results("plan_search", results))
+
+
+def _answer(job: Job) -> Search:
+    """With goals, neighbours and the explanation."""
+    found = search(job)
+    explain(found)
+    return found
 
 
 def _best(run: Callable[[], Any]) -> float:

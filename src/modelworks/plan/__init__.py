@@ -10,7 +10,7 @@ from modelworks.plan.compute import Work, model_flops
 from modelworks.plan.constants import CONSTANTS, Constants
 from modelworks.plan.explain import explain
 from modelworks.plan.found import Attempt, Found, Nearest, Neighbour, Points, Search
-from modelworks.plan.job import Job, Limits
+from modelworks.plan.job import HEADROOM, Job, Limits
 from modelworks.plan.machine import Machine, Numerics
 from modelworks.plan.memory import Memory, layer_activations, memory
 from modelworks.plan.search import search
@@ -29,6 +29,7 @@ from modelworks.plan.stored import Stored, stored
 __all__ = [
     "CONSTANTS",
     "FSDP",
+    "HEADROOM",
     "MEGATRON_2021",
     "MEGATRON_CORE",
     "MEGATRON_DEEPSPEED",

@@ -14,6 +14,7 @@ from modelworks.plan.candidate import Candidate, Prediction, split_of, work_of
 from modelworks.plan.constants import CONSTANTS, Constants
 from modelworks.plan.found import TIE, Found, Nearest, Search
 from modelworks.plan.neighbours import NAMES
+from modelworks.plan.spaces import complexity
 from modelworks.plan.step_time import StepTime, step_time
 
 _COMPUTE = ("linear", "attention", "elementwise", "head", "recompute", "optimizer")
@@ -36,7 +37,8 @@ def explain(search: Search, constants: Constants = CONSTANTS) -> list[str]:
     return [
         _why(search, winner),
         _binds(search, winner),
-        *_links(winner.candidate, constants),
+        *_headroom(search, winner),
+        *_links(winner, constants),
         *_partition(winner),
         *_neighbours(search),
         _counts(search),
@@ -60,8 +62,21 @@ def _why(search: Search, winner: Found) -> str:
         second = min(others, key=lambda each: each.prediction.step_seconds)
         gap = second.prediction.step_seconds / prediction.step_seconds - 1.0
         text += f"; the best other split ({_degrees(second.candidate)}) takes {gap:+.1%}"
-        text += ", a tie decided for the simpler one" if abs(gap) <= TIE else ""
+        if abs(gap) <= TIE:
+            simpler = complexity(winner.candidate) < complexity(second.candidate)
+            text += f", less than the {TIE:.0%} that predictions can tell apart"
+            text += ": decided for the simpler one" if simpler else ": as good a choice"
     return text
+
+
+def _headroom(search: Search, winner: Found) -> list[str]:
+    if not (share := search.limits.headroom):
+        return []
+    limit = winner.prediction.memory_limit
+    return [
+        f"{share:.0%} of each device's {limit / (1.0 - share) / 1e9:.0f} GB is left free (memory headroom): what is "
+        "predicted is not exact"
+    ]
 
 
 def _binds(search: Search, winner: Found) -> str:
@@ -96,8 +111,9 @@ def _binds(search: Search, winner: Found) -> str:
     return f"{largest} binds beside compute{detail}; of the step: {text}"
 
 
-def _links(candidate: Candidate, constants: Constants) -> list[str]:
+def _links(winner: Found, constants: Constants) -> list[str]:
     """Where each axis' ranks lie, and what its exchanges would cost if every one of them crossed the network."""
+    candidate = winner.candidate
     split = split_of(candidate)
     work = work_of(
         candidate.model,
@@ -135,7 +151,9 @@ def _links(candidate: Candidate, constants: Constants) -> list[str]:
     if parallel.pp > 1:
         crosses = parallel.tp * parallel.cp * sizes["dp"] >= node
         where = "lie in different nodes" if crosses else f"lie in one node of {node} ({link})"
-        sentences.append(f"neighbouring stages of pp {where}: sends take {here['sends']:.2f} s of the step")
+        sentences.append(
+            f"neighbouring stages of pp {where}: sends take {winner.prediction.parts['sends']:.2f} s of the step"
+        )
     return sentences
 
 

@@ -20,6 +20,9 @@ from modelworks.plan.software import MODELWORKS, Software
 
 MOST_DEVICES = 2**20
 MOST_ROWS = 2**24
+# Of 82 published peaks of memory, 55 % are at most what is predicted, 85 % at most a twentieth more. The catalogue's GB
+# are 6 % less than what a driver offers (an 80 GB H100 has 85 GB, 79.1 GiB): within those, 96 % stay.
+HEADROOM = 0.05
 
 OF_PARALLEL = (
     "dp_replicate",
@@ -95,7 +98,7 @@ class Limits:
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
     max_tp: int | None = None
-    headroom: float = 0.0
+    headroom: float = HEADROOM
 
     def __post_init__(self) -> None:
         for key, value in self.fixed.items():

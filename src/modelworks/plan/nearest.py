@@ -52,10 +52,10 @@ def _relaxed(limits: Limits) -> Iterator[tuple[str, Limits]]:
 
 
 def _more_devices(job: Job, limits: Limits, constants: Constants) -> list[Attempt]:
-    """The fewest devices that fit (whole nodes, found by doubling and then halving the gap), with the last that do not.
+    """A number of devices that is enough, in whole nodes, else the last that was not.
 
-    Twice the devices never need more memory on the fullest one, so that the doubling misses nothing; between, only
-    numbers that divide the batch have layouts, and the first of them that fits is taken.
+    Found by doubling, and then among the eighths of what lies between: within an eighth of the fewest, not the fewest
+    itself. Twice the devices never need more memory on the fullest one, so that the doubling misses nothing.
     """
     link = job.device.link
     node = (link.devices or 256) if link else 1
@@ -63,8 +63,10 @@ def _more_devices(job: Job, limits: Limits, constants: Constants) -> list[Attemp
     if len(keys) == 5:  # the limits say how many devices there are
         limits = limits.without("dp_replicate", "dp_shard")
     size, failed = max(job.n_devices, node), None
+    part_of_a_node = job.n_devices < node  # then the whole node is tried first
     while size < MOST_DEVICES and size <= 4096 * job.n_devices:
-        below, size = size, size * 2
+        below, size = size, size if part_of_a_node else size * 2
+        part_of_a_node = False
         attempt = _devices(job, limits, constants, size)
         if attempt is None:
             continue

@@ -14,7 +14,7 @@ from modelworks.plan.candidate import Candidate, Prediction, evaluate
 from modelworks.plan.constants import Constants
 from modelworks.plan.found import TIE, Found, Neighbour
 from modelworks.plan.job import OF_TRAIN, Job, Limits
-from modelworks.plan.spaces import candidate_of
+from modelworks.plan.spaces import candidate_of, complexity
 
 
 class Step(NamedTuple):
@@ -68,8 +68,14 @@ def _compare(step: Step, best: Found, job: Job, limits: Limits, constants: Const
     if ratio <= 1.0 + TIE:
         verdict = "tie" if ratio >= 1.0 - TIE else "faster"
         why = f"{_signed(prediction.step_seconds - best.prediction.step_seconds)} a step ({ratio - 1.0:+.1%}): "
-        why += "a tie, decided for the simpler layout" if verdict == "tie" else "not looked at by the search"
+        why += _near(candidate, best) if verdict == "tie" else "not looked at by the search"
     return Neighbour(step.change, verdict, why, candidate, prediction)  # type: ignore[arg-type]
+
+
+def _near(candidate: Candidate, best: Found) -> str:
+    if complexity(candidate) > complexity(best.candidate):
+        return f"within the {TIE:.0%} that are not told apart, decided for the simpler layout"
+    return f"within the {TIE:.0%} that are not told apart, and as good a choice"
 
 
 def misfit(prediction: Prediction, other: Prediction) -> str:

@@ -198,15 +198,16 @@ def _repeated(schedule: str, pp: int, n_micro_batches: int, virtual: int) -> lis
     for actions in _computations(schedule, pp, n_micro_batches, virtual):
         codes = np.array([(ord(kind[-1]), len(kind), stage, micro_batch) for kind, stage, micro_batch in actions])
         later = codes + np.array([0, 0, 0, pp])
-        total = len(actions)
-        period = int(np.argmax((codes == later[total // 2]).all(axis=1))) - total // 2  # from one round to the next
-        same = (codes[period:] == later[:-period]).all(axis=1) if period > 0 else np.zeros(0, dtype=np.bool_)
-        stop = period + int(np.flatnonzero(same).max(initial=-1)) + 1
-        differ = np.flatnonzero(~same[: stop - period])
-        begin = int(differ.max(initial=-1)) + 1
-        begin = max(begin, stop - (_WINDOW + 1) * period)
-        rounds = (stop - begin) // period if period > 0 else 0
-        found.append((stop - rounds * period, stop, max(period, 1)))
+        inside = len(actions) - 4 * pp * (len(actions) // n_micro_batches)  # neither filling nor draining
+        period = int(np.argmax((codes == later[inside]).all(axis=1))) - inside  # from one round to the next
+        if period <= 0:
+            found.append((0, 0, 1))
+            continue
+        same = (codes[period:] == later[:-period]).all(axis=1)
+        ends = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8))).reshape(-1, 2)
+        begin, stop = ends[np.argmax(ends[:, 1] - ends[:, 0])]  # the longest run
+        rounds = min(_WINDOW + 1, int(stop + period - begin) // period)
+        found.append((int(stop) + period - rounds * period, int(stop) + period, period))
     return found
 
 

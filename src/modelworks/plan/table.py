@@ -14,7 +14,6 @@ Two rules leave layouts out, both safe under the cost model and counted in `left
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -36,6 +35,8 @@ from modelworks.plan.step_time import step_and_costs
 MARGIN = 0.05  # by which closed forms of memory may be above what is predicted in full
 SLACK = 0.03  # the same of times and simulations
 SCHEDULES_TRIED = (4, 24)  # pipelines that are simulated of a split, and of the one that is the best so far
+TRIED = 8  # of layouts that tie, those predicted in full until one fits
+MISSES = 32  # times that none of those fit, until no more are tried
 PARTITIONS = 3  # of the best splits, those whose own partition is looked for
 
 
@@ -63,13 +64,20 @@ class Table:
         if rows is None:
             return []
         found: list[Found] = []
-        for members in rows.groups():
-            if len(found) >= top:
-                break
-            one = self._first_that_fits(rows, members)
-            # the first group ties across splits, so its winner may come again as that of its own split
-            if one is not None and all(one.candidate != each.candidate for each in found):
-                found.append(one)
+        misses = 0
+        while len(found) < top and misses < MISSES and len(members := rows.next(everything=not found)):
+            for row in members[:TRIED]:
+                one = self._evaluate(rows.space.candidate(self.job, int(row), self.limits.fixed))
+                if one.prediction.fits:
+                    found.append(replace(self._partitioned(one, rows), ties=len(members) - 1))
+                    rows.left &= rows.group != rows.group[row]  # its split has its answer
+                    break
+                rows.left[row] = False
+                self._count("do not fit when predicted in full", 1)
+            else:
+                misses += 1
+        if misses == MISSES:
+            self._count("near the limit of memory, not predicted in full", int(rows.left.sum()))
         if not found:
             return []
         fastest = min(each.prediction.step_seconds for each in found)
@@ -90,14 +98,6 @@ class Table:
         """Of a step, by closed form, under the first schedule: what other world sizes are compared by."""
         near = np.flatnonzero(self.memory <= self.limit)
         return float(np.min(self._times(self.space.rows(near)).step)) if len(near) else np.inf
-
-    def _first_that_fits(self, rows: _Rows, members: NDArray[np.int64]) -> Found | None:
-        """Of rows that tie, simplest first."""
-        for row in members[:8]:
-            one = self._evaluate(rows.space.candidate(self.job, int(row), self.limits.fixed))
-            if one.prediction.fits:
-                return replace(self._partitioned(one, rows), ties=len(members) - 1)
-        return None
 
     def _partitioned(self, one: Found, rows: _Rows) -> Found:
         """With a partition of its own where that is faster by more than a tie."""
@@ -223,21 +223,18 @@ class _Rows:
     group: NDArray[np.int64]
     partitioned: int = 0
 
-    def groups(self) -> Iterator[NDArray[np.int64]]:
-        """First what ties with the fastest of all, then of each other split what ties with its fastest; simplest
-        first."""
-        complexity = self.space.complexity()
-        order = np.argsort(self.seconds, kind="stable")
-        left = np.ones(len(order), dtype=np.bool_)
-        within: NDArray[np.bool_] = np.ones(len(order), dtype=np.bool_)
-        while left.any():
-            fastest = next(row for row in order if left[row])
-            if not left.all():
-                within = self.group == self.group[fastest]
-            tied = np.flatnonzero(left & within & (self.seconds <= self.seconds[fastest] * (1.0 + TIE)))
-            members = tied[np.lexsort((self.seconds[tied], complexity[tied]))]
-            yield members
-            left &= self.group != self.group[members[0]]
+    def __post_init__(self) -> None:
+        self.left = np.ones(len(self.space), dtype=np.bool_)
+        self._complexity = self.space.complexity()
+
+    def next(self, *, everything: bool) -> NDArray[np.int64]:
+        """What ties with the fastest that is left, in everything or in its own split; simplest first. Empty at last."""
+        if not self.left.any():
+            return np.zeros(0, dtype=np.int64)
+        fastest = int(np.argmin(np.where(self.left, self.seconds, np.inf)))
+        within = self.left if everything else self.left & (self.group == self.group[fastest])
+        tied = np.flatnonzero(within & (self.seconds <= self.seconds[fastest] * (1.0 + TIE)))
+        return tied[np.lexsort((self.seconds[tied], self._complexity[tied]))]
 
 
 @dataclass(frozen=True)
