@@ -8,7 +8,7 @@ what counts is what lives at the same time. Parameters and optimiser state alway
     turn       the same without the chunk, both gradients once more while they are scaled
     backward   before each layer: gradients of the layers behind it, what the layers before it keep, what is run
                again of it, and the gradients between its operations; under ZeRO-3 the gathered layers
-    reduction  the last gradients have come: buckets on their way
+    sending    the last gradients leave: buckets on their way, and what the layers before keep
     update     whole gradients, or shards; afterwards the buckets that gather what was updated
 
 Gradients of one micro-batch exist only in so far as the backward pass has made them; several micro-batches' are whole
@@ -30,18 +30,19 @@ from modelworks.plan.stored import Stored
 BLOCKWISE = 512  # tokens of a sequence up to which attention on a CPU keeps its weights, in blocks of
 BLOCK = 64  # queries
 SOFTMAX = 2 * 2**20  # bytes of wide logits at a time, where they are narrow
-FLYING = 2  # buckets at once on their way
+GATHERED = 2  # buckets of parameters on their way at once
 
 
 @dataclass(frozen=True)
 class Held:
     """What a rank along the pipeline has. layers: of it; held: layers times micro-batches that it keeps at once;
-    stages: of it. ends: copies of the embedding, the head being one."""
+    stages: of it. ends: copies of the embedding, the head being one. first, has_loss: whether it begins or ends there."""
 
     layers: float
     held: float
     stages: float
     ends: float
+    first: bool
     has_loss: bool
 
 
@@ -71,7 +72,7 @@ class _Moments:
 
     def all(self) -> list[dict[str, float]]:
         backward = [self._backward(done) for done in range(int(self.rank.layers))]
-        return [*(self._loss() if self.rank.has_loss else []), *backward, self._reduction(), self._update()]
+        return [*(self._loss() if self.rank.has_loss else []), *backward, *self._sending(), self._update()]
 
     def _loss(self) -> list[dict[str, float]]:
         shape, split = self.work.shape, self.work.split
@@ -129,20 +130,48 @@ class _Moments:
             activations=self._activations(float(done)), working=again + between, gradients=gradients, gather=gather
         )
 
-    def _reduction(self) -> dict[str, float]:
-        """The last layer's gradients are there, its activations are not."""
-        gradients = self.elements * self.wide
-        if self.zero >= 2.0 or (self.zero >= 1.0 and self.every):
-            gradients /= self.shards
-        buffers = self.bucket * (2.0 + 1.0 / self.shards) * FLYING if 1.0 <= self.zero < 3.0 else 0.0
-        buffers += self.bucket if self.zero < 1.0 and float(self.work.split.data_ranks) > 1.0 else 0.0
-        left = self.stream * float(self.work.numerics.stream)
-        return self._moment(activations=left, gradients=gradients, buffers=buffers)
+    def _sending(self) -> list[dict[str, float]]:
+        """As each bucket of the last gradients leaves: those that left before have not arrived, since the cores that
+        carry them compute; its own gradients are held until it is packed.
+
+        A bucket that is scattered is there twice (gloo copies it) with the shard that comes of it.
+        """
+        if float(self.work.split.data_ranks) <= 1.0 or self.zero >= 3.0:
+            return []
+        times = 2.0 + 1.0 / self.shards if self.zero >= 1.0 else 1.0
+        before, moments = self._accumulated(), []
+        made = sent = filling = 0.0
+        pieces = self._pieces()
+        for place, (done, elements) in enumerate(pieces):
+            made, filling = made + elements * self.wide, filling + elements * self.wide
+            if filling < self.bucket and place + 1 < len(pieces):
+                continue
+            whole = max(before, made)
+            gradients = whole - sent
+            sent, filling = sent + filling, 0.0
+            kept = self._activations(done) if done < self.rank.layers else self.stream
+            moments.append(self._moment(activations=kept, gradients=gradients, buffers=sent * times))
+        return moments
+
+    def _pieces(self) -> list[tuple[float, float]]:
+        """(layers behind it, elements) of parameters, in the order in which a backward pass reaches them."""
+        shape, tp = self.work.shape, float(self.work.split.tp)
+        rank, pieces = self.rank, list[tuple[float, float]]()
+        attention = [
+            float(shape.d_model * n / tp) for n in (shape.d_attention, shape.d_kv, shape.d_kv, shape.d_attention)
+        ]
+        rest = (self.layer_elements - sum(attention)) / float(shape.matrices)
+        tied = rank.ends < float(rank.has_loss) + float(rank.first)
+        if rank.has_loss and not tied:
+            pieces.append((0.0, self.end_elements))
+        for layer in range(int(rank.layers)):
+            pieces += [(layer + 1.0, each) for each in [rest] * int(shape.matrices) + attention]
+        return pieces + ([(rank.layers, self.end_elements)] if rank.first or tied else [])
 
     def _update(self) -> dict[str, float]:
         gradients = self.elements * self.wide / (self.shards if self.zero >= 2.0 else 1.0)
         bucket = self.bucket / self.wide * float(self.work.numerics.parameter)
-        buffers = bucket * (2.0 + 1.0 / self.shards) * FLYING if 1.0 <= self.zero < 3.0 else 0.0
+        buffers = bucket * (2.0 + 1.0 / self.shards) * GATHERED if 1.0 <= self.zero < 3.0 else 0.0
         return self._moment(gradients=gradients, buffers=buffers)
 
     def _accumulated(self) -> float:

@@ -122,4 +122,4 @@ def bytes_by_rank(
 
 
 def _held(rank: Rank, model: ModelConfig, held: float, stages: float) -> Held:
-    return Held(float(len(rank.layers)), held, stages, rank.ends(model), rank.last)
+    return Held(float(len(rank.layers)), held, stages, rank.ends(model), rank.first, rank.last)
