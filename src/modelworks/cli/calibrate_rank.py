@@ -24,7 +24,7 @@ def run_rank(*, device: str, quiet: bool, effort: float) -> dict[str, Any]:
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         mesh = build_mesh(Layout(dp_replicate=world.size), where, labels=labels)
         shown = Console(file=sys.stderr, quiet=quiet or world.rank > 0)
-        with Progress(console=shown, transient=True) as bar:
+        with Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar:
             name = f"{world.size} {'process' if world.size == 1 else 'processes'}"
             task = bar.add_task(name, total=parts_to_measure(world.size))
 

@@ -44,7 +44,7 @@ def command(
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="The same as --fix zero=…")] = None,
     recompute: Annotated[str | None, typer.Option("--recompute", help="The same as --fix recompute=…")] = None,
     memory_headroom: Annotated[
-        str | None, typer.Option("--memory-headroom", help="Of a device's memory, what must stay free: 10%.")
+        str | None, typer.Option("--memory-headroom", help="Share of a device's memory that must stay free; else 5%.")
     ] = None,
     price: Annotated[
         float | None, typer.Option("--price", help="US dollars an hour of one device; else a list price.")
@@ -98,6 +98,8 @@ def command(
     )
     if calibrate and config is None and model is None:
         _check_alone(asked, html, emit)
+    elif calibrate and asked.hardware is None:
+        _check_before_measuring(asked, emit)
     if asked.only_hyper and html is not None:
         raise UserError("--html: there is nothing to draw of --hyper alone, expected --hardware and --gpus too")
     measured = _calibrate(asked, out, output) if calibrate else None
@@ -131,6 +133,8 @@ def _plan(asked: Asked, emit: str | None, out: Path | None) -> dict[str, Any]:
     if asked.only_hyper:
         return answer_hyper(asked)
     request = read_request(asked, here=this_machine)
+    if emit is not None:
+        check_target(emit, request.job.device)
     answered = answer_request(request)
     answer = answered.values
     if emit is not None and out is not None:
@@ -169,6 +173,17 @@ def _check_alone(asked: Asked, html: Path | None, emit: str | None) -> None:
     if useless:
         flag = {"headroom": "memory-headroom"}.get(useless[0], useless[0]).replace("_", "-")
         raise UserError(f"--{flag}: nothing is planned by --calibrate alone, expected CONFIG or --model too")
+
+
+def _check_before_measuring(asked: Asked, emit: str | None) -> None:
+    """What is wrong with the plan is said at once, not after minutes of measuring. Raises UserError."""
+    from modelworks.cli.plan_answer import check_target
+    from modelworks.cli.plan_request import read_request
+    from modelworks.hardware import THIS_MACHINE, this_machine
+
+    request = read_request(replace(asked, hardware=THIS_MACHINE), here=this_machine)
+    if emit is not None:
+        check_target(emit, request.job.device)
 
 
 def _check_outputs(html: Path | None, out: Path | None, emit: str | None, calibrate: bool) -> None:

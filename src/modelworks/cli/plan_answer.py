@@ -26,14 +26,15 @@ from modelworks.plan.answer import (
     run_answer,
     search_answer,
 )
-from modelworks.plan.emit import TARGETS, emit, refusals
+from modelworks.plan.emit import TARGETS, check_device, emit, refusals
 from modelworks.plan.explain import explain
 from modelworks.plan.frameworks import FRAMEWORKS, JobFacts, frameworks_for
-from modelworks.plan.job import OF_PARALLEL
+from modelworks.plan.job import HEADROOM, OF_PARALLEL
 from modelworks.plan.layout_keys import layout_text
 
 if TYPE_CHECKING:
     from modelworks.cli.plan_request import Asked, Request
+    from modelworks.hardware import Device
     from modelworks.plan import Search
 
 MEMORY_ERROR = 0.06  # mean error of memory on published measurements (benchmarks/plan_accuracy.py)
@@ -65,12 +66,17 @@ def answer_hyper(asked: Asked) -> dict[str, Any]:
     return {"job": job, "layouts": [], "winner": None, "hyper": hyper_answer(hyper)}
 
 
-def check_target(target: str) -> None:
-    """Raises UserError for a name that `write_files` does not know."""
+def check_target(target: str, device: Device | None = None) -> None:
+    """Raises UserError for a name that `write_files` does not know, and for devices that nothing of it runs on."""
     if target not in TARGETS:
         close = nearest(target, TARGETS)
         hint = f" (did you mean {close}?)" if close else ""
         raise UserError(f"--emit: got {target}, expected one of {', '.join(TARGETS)}{hint}")
+    if device is not None:
+        try:
+            check_device(target, device)
+        except UserError as error:
+            raise UserError(f"--emit: {error}") from None
 
 
 def write_files(target: str, directory: Path, answered: Answered, request: Request) -> dict[str, Any]:
@@ -140,9 +146,9 @@ def _explanation(found: Search) -> list[str]:
 
 
 def _tight(best: Found, headroom: float) -> list[str]:
-    """Said where a prediction that is off by no more than usual would mean that it does not fit."""
+    """Said where less is left free than usual, and a prediction that is off by no more than usual would not fit."""
     left = 1.0 - best.prediction.memory * (1.0 - headroom) / best.prediction.memory_limit
-    if not 0.0 <= left < MEMORY_ERROR:
+    if headroom >= HEADROOM or not 0.0 <= left < MEMORY_ERROR:
         return []
     return [
         f"tight: {left:.1%} of the memory is left, and predictions of it are {MEMORY_ERROR:.0%} off in the mean; "

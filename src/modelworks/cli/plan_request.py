@@ -28,7 +28,7 @@ from modelworks.hardware import device, expected_precision
 from modelworks.layout import Layout
 from modelworks.plan.candidate import Candidate
 from modelworks.plan.hyper import Hyper, propose
-from modelworks.plan.job import Job, Limits
+from modelworks.plan.job import HEADROOM, Job, Limits
 from modelworks.plan.machine import Numerics
 from modelworks.plan.optimizer_bytes import check_optimizer_name
 
@@ -128,7 +128,7 @@ def read_request(asked: Asked, *, here: Callable[[], Device]) -> Request:
         name=asked.model or str(asked.config),
         run=run,
         job=job,
-        limits=_limits(asked, run, n_devices),
+        limits=_limits(asked, run, n_devices, assumed),
         candidate=_candidate(run, job) if asked.layout is not None else None,
         has_layout=asked.config is not None,
         tokens=tokens,
@@ -207,12 +207,15 @@ def _precision(asked: Asked, run: RunConfig, found: Device, assumed: list[str]) 
     only_fp16 = found.peak("fp16") is not None and found.peak("bf16") is None
     if asked.precision is not None:
         if only_fp16 and asked.precision.startswith("bf16"):
-            raise UserError(f"--precision: got {asked.precision}, but {found.name} has no bf16; expected fp16 or fp32")
+            raise UserError(
+                f"--precision: got {asked.precision}, but the catalogue has no bf16 of {found.name}; expected fp16 or "
+                "fp32"
+            )
         return _known(asked.precision, "--precision", Numerics.of)
     if run.train.precision != "auto":
         return run.train.precision
     if asked.config is None and only_fp16:
-        assumed.append(f"precision fp16, as {found.name} has no bf16 (--precision)")
+        assumed.append(f"precision fp16, as the catalogue has no bf16 of {found.name} (--precision)")
         return "fp16"
     if asked.config is None:
         assumed.append("precision bf16, with optimiser state and a copy of the weights in fp32 (--precision)")
@@ -222,7 +225,7 @@ def _precision(asked: Asked, run: RunConfig, found: Device, assumed: list[str]) 
     return chosen.value
 
 
-def _limits(asked: Asked, run: RunConfig, n_devices: int) -> Limits:
+def _limits(asked: Asked, run: RunConfig, n_devices: int, assumed: list[str]) -> Limits:
     written = read_layout(asked.fix, "--fix") if asked.fix is not None else {}
     for key, flag in (("zero", asked.zero), ("recompute", asked.recompute)):
         if flag is not None and written.get(key, str(flag)) != str(flag):
@@ -236,7 +239,11 @@ def _limits(asked: Asked, run: RunConfig, n_devices: int) -> Limits:
     check_constraints(run, fixed, n_devices)
     if asked.max_tp is not None and fixed.get("tp", 1) > asked.max_tp:
         raise UserError(f"--max-tp: got {asked.max_tp}, expected at least the tp={fixed['tp']} of --fix")
-    headroom = parse_share(asked.headroom, "--memory-headroom") if asked.headroom is not None else 0.0
+    if asked.headroom is None:
+        assumed.append(
+            f"{HEADROOM:.0%} of a device's memory stays free, as predictions are not exact (--memory-headroom)"
+        )
+    headroom = parse_share(asked.headroom, "--memory-headroom") if asked.headroom is not None else HEADROOM
     return Limits(fixed=fixed, max_tp=asked.max_tp, headroom=headroom)
 
 

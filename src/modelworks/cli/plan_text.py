@@ -179,7 +179,7 @@ def _cells(found: dict[str, Any], *, whole: bool) -> list[str]:
         seconds(found["step_seconds"]),
         format_count(found["tokens_per_second"]),
         f"{found['mfu']:.1%}",
-        f"{found['memory_bytes'] / 1e9:,.1f} of {found['memory_limit_bytes'] / 1e9:,.0f} GB"
+        f"{_bytes(found['memory_bytes'])} of {found['memory_limit_bytes'] / 1e9:,.0f} GB"
         + ("" if found["fits"] else ", too much"),
         f"{found['bubble']:.1%}",
     ]
@@ -188,6 +188,11 @@ def _cells(found: dict[str, Any], *, whole: bool) -> list[str]:
     split = [text for text in found["layout"].split(",") if not text.startswith(("micro_batch=", "recompute="))]
     keys = found["keys"]
     return [",".join(split) or "one process", str(keys["micro_batch"]), keys["recompute"], *figures]
+
+
+def _bytes(value: float) -> str:
+    """The number alone where it is in GB."""
+    return f"{value / 1e9:,.1f}" if value >= 1e8 else f"{value / 1e6:,.3g} MB"
 
 
 def seconds(value: float) -> str:

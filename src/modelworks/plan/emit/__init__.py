@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from modelworks.config import RunConfig, UserError, nearest, show_value
+from modelworks.hardware import Device
 from modelworks.plan.candidate import Candidate
 from modelworks.plan.emit import to_deepspeed, to_fsdp, to_megatron, to_modelworks, to_torchtitan
 from modelworks.plan.emit.launch import LAUNCH, Nodes, plain, scripts
@@ -22,7 +23,7 @@ from modelworks.plan.emit.settings import OFF, Wanted, effective
 from modelworks.plan.frameworks import runs_on
 from modelworks.plan.layout_keys import layout_text
 
-__all__ = ["TARGETS", "emit", "read_back", "refusals"]
+__all__ = ["TARGETS", "check_device", "emit", "read_back", "refusals"]
 
 _TARGETS: dict[str, ModuleType] = {
     "modelworks": to_modelworks,
@@ -43,7 +44,7 @@ def emit(target: str, candidate: Candidate, out: Path, *, run: RunConfig | None 
     another file under a name that would be written.
     """
     module = _module(target)
-    _check_vendor(target, candidate)
+    check_device(target, candidate.device)
     wanted, nodes = Wanted.of(candidate, run), Nodes.of(candidate.device, candidate.n_devices)
     if reasons := _refusals(target, wanted):
         raise UserError(f"{target} cannot run this layout: " + "; ".join(reasons))
@@ -65,6 +66,16 @@ def refusals(target: str, candidate: Candidate, run: RunConfig | None = None) ->
     return []
 
 
+def check_device(target: str, device: Device) -> None:
+    """Raise UserError where what the scripts start does not run on such devices, by its own word."""
+    _module(target)
+    known = runs_on(target)
+    if device.vendor is not None and device.vendor not in known:
+        raise UserError(
+            f"{target} runs on {', '.join(known)}, by its own word, not on {plain(device.name)} ({device.vendor})"
+        )
+
+
 def read_back(target: str, directory: Path) -> dict[str, Any]:
     """What the files of `target` in `directory` say, in the config's own keys: those that have an effect.
 
@@ -83,15 +94,6 @@ def _module(target: str) -> ModuleType:
         hint = f"; did you mean {close}?" if close else ""
         raise UserError(f"no target is called {plain(target)!r}, expected one of {', '.join(TARGETS)}{hint}")
     return _TARGETS[target]
-
-
-def _check_vendor(target: str, candidate: Candidate) -> None:
-    """The scripts start a program that must run on such devices."""
-    vendor, known = candidate.device.vendor, runs_on(target)
-    if vendor is not None and vendor not in known:
-        raise UserError(
-            f"{target} runs on {', '.join(known)}, by its own word, not on {plain(candidate.device.name)} ({vendor})"
-        )
 
 
 def _refusals(target: str, wanted: Wanted) -> list[str]:
