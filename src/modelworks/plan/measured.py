@@ -122,3 +122,7 @@ class Measured:
             steps = np.log2(np.maximum(n, 2.0)) / np.log2(measured)
             seconds = latency * steps + each * size * wire
         return np.where(n > 1.0, self.slowdown * calls * seconds, 0.0)
+
+    def copy(self, size: Column) -> Column:
+        """Seconds of a copy of so many bytes, which are read and written."""
+        return self.slowdown * 2.0 * size / (self.rates.memory_bandwidth_gb_s * 1e9)

@@ -96,12 +96,7 @@ def measured_layer(work: Work, measured: Measured) -> LayerSeconds:
     recompute = np.where(mode <= 1.0, mode * again, again + (mode - 1.0) * (full - again))
     runs = 1.0 + np.minimum(mode, 1.0)  # forward exchanges are made again by both modes
 
-    stream = split.tokens * shape.d_model * numerics.stream
-    sums = 2.0 * np.where(
-        split.sequence_parallel > 0,
-        measured.exchange("all_gather", split.tp, stream) + measured.exchange("reduce_scatter", split.tp, stream),
-        measured.exchange("all_reduce", split.tp, stream),
-    )
+    sums = 2.0 * tensor_pair(work, measured)
     kv = 2.0 * split.tokens * np.maximum(shape.d_kv / split.tp, shape.head_dim) * numerics.compute
     hops = split.cp - 1.0
     hop, wide = (measured.exchange("send", split.cp, size) for size in (kv, kv * 4.0 / numerics.compute))
@@ -125,7 +120,23 @@ def measured_layer(work: Work, measured: Measured) -> LayerSeconds:
 def measured_head(work: Work, measured: Measured) -> Passes:
     """Of the output projection, the loss, the embedding and the final norm, as passes of the last stage."""
     around, loss = measured.outside(work.shape, work.split)
-    return Passes(head_products(work, measured) + loss + around, 0.0, 0.0)
+    exchanged = 2.0 * tensor_pair(work, measured)  # after the embedding and before the head, and both on the way back
+    return Passes(head_products(work, measured) + loss + around + exchanged, 0.0, 0.0)
+
+
+def tensor_pair(work: Work, measured: Measured) -> Column:
+    """Seconds of tensor parallelism's two exchanges around a part of a layer, one micro-batch and direction.
+
+    Sequences are cut along their second dimension, so that what is gathered or scattered is copied once; a sum is made
+    in a copy.
+    """
+    split = work.split
+    stream = split.tokens * work.shape.d_model * work.numerics.stream
+    copied = np.where(split.tp > 1.0, measured.copy(stream), 0.0)
+    gathered = measured.exchange("all_gather", split.tp, stream)
+    scattered = measured.exchange("reduce_scatter", split.tp, stream)
+    summed = measured.exchange("all_reduce", split.tp, stream)
+    return np.where(split.sequence_parallel > 0, gathered + scattered + 2.0 * copied, summed + copied)
 
 
 def measured_send(work: Work, measured: Measured) -> Column:

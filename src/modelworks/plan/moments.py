@@ -36,7 +36,7 @@ GATHERED = 2  # buckets of parameters on their way at once
 @dataclass(frozen=True)
 class Held:
     """What a rank along the pipeline has. layers: of it; held: layers times micro-batches that it keeps at once;
-    stages: of it. ends: copies of the embedding, the head being one. first, has_loss: whether it begins or ends there."""
+    stages: of it. ends: copies of the embedding, the head being one. first: whether tokens are looked up there."""
 
     layers: float
     held: float
