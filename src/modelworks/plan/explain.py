@@ -86,7 +86,7 @@ def _binds(search: Search, winner: Found) -> str:
     shares = {
         "compute": sum(parts[name] for name in _COMPUTE),
         "network": sum(parts[name] for name in _EXCHANGES),
-        "the bubble": max(parts["idle"], 0.0),
+        "waiting in the pipeline": max(parts["idle"], 0.0),
     }
     text = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
     kept = [
@@ -100,15 +100,15 @@ def _binds(search: Search, winner: Found) -> str:
         over = (each.prediction.memory - each.prediction.memory_limit) / 1e9
         return (
             f"memory binds: {each.change} would save {(total - seconds) * 1e3:.0f} ms a step and is {over:.1f} GB too "
-            f"large; of the step: {text}"
+            f"large; of the slowest rank's step: {text}"
         )
     waits = {name: seconds for name, seconds in shares.items() if name != "compute"}
     largest = max(waits, key=lambda name: waits[name])
     if waits[largest] < 0.1 * total:
-        return f"compute binds: of the step: {text}"
+        return f"compute binds: of the slowest rank's step: {text}"
     exchange = max(_EXCHANGES, key=lambda name: parts[name])
     detail = f", most of it {NAMES[exchange]}" if largest == "network" else ""
-    return f"{largest} binds beside compute{detail}; of the step: {text}"
+    return f"{largest} binds beside compute{detail}; of the slowest rank's step: {text}"
 
 
 def _links(winner: Found, constants: Constants) -> list[str]:
@@ -140,7 +140,8 @@ def _links(winner: Found, constants: Constants) -> list[str]:
         if axis == "dp" and parallel.zero == 3:
             part = "gather"  # whose reductions are among its exchanges
         inside = min(sizes[axis], max(1, node // strides[axis]))
-        where = f"all {sizes[axis]} ranks of {axis} lie in one node of {node} ({link})"
+        every = "both" if sizes[axis] == 2 else f"all {sizes[axis]}"
+        where = f"{every} ranks of {axis} lie in one node of {node} ({link})"
         if inside < sizes[axis]:
             where = f"{sizes[axis]} ranks of {axis} go over the network, {inside} of them in each node of {node}"
         lost = away[part] - here[part]
