@@ -20,9 +20,9 @@ from modelworks.layout import ShardSpec
 from modelworks.optim.groups import ParameterOptions
 from modelworks.optim.sums import Sums
 
-# Bytes of one tensor's part in a batch, for each thread: five such parts (weights, gradients, two moments, scratch)
-# fill half of a cache of 1 MB.
-_CACHED = 128 * 1024
+# Bytes of one tensor's part in a batch, for each thread. Scratch of 128 KB and more is mapped and unmapped by glibc
+# each time, which costs as much as the arithmetic.
+_CACHED = 64 * 1024
 _SCRATCH = 256 * 2**20  # bytes, on devices other than a CPU
 
 
@@ -88,23 +88,26 @@ def batch_elements(tensor: Tensor) -> int:
 
 
 def batches(pieces: Sequence[Piece], *kinds: str) -> Iterator[Batch]:
-    """All elements of `pieces` (of one dtype and device, as from `alike`), in order."""
+    """All elements of `pieces` (of one dtype and device, as from `alike`). A large tensor is cut, small ones are put
+    together."""
     if not pieces:
         return
     limit = batch_elements(pieces[0].value)
-    batch = Batch([], tuple([] for _ in range(2 + len(kinds))))
+    small = Batch([], tuple([] for _ in range(2 + len(kinds))))
     room = limit
     for owner, piece in enumerate(pieces):
         flat = [tensor.reshape(-1) for tensor in (piece.value, piece.gradient, *(piece.state[k] for k in kinds))]
-        begin, size = 0, flat[0].numel()
-        while begin < size:
-            length = min(size - begin, room)
-            batch.owners.append(owner)
-            for column, tensor in zip(batch.columns, flat, strict=True):
-                column.append(tensor if length == size else tensor[begin : begin + length])
-            begin, room = begin + length, room - length
-            if not room:
-                yield batch
-                batch, room = Batch([], tuple([] for _ in batch.columns)), limit
-    if batch.owners:
-        yield batch
+        size = flat[0].numel()
+        if size >= limit:
+            for parts in zip(*(torch.split(tensor, limit) for tensor in flat), strict=True):
+                yield Batch([owner], tuple([part] for part in parts))
+            continue
+        if size > room:
+            yield small
+            small, room = Batch([], tuple([] for _ in small.columns)), limit
+        small.owners.append(owner)
+        for column, tensor in zip(small.columns, flat, strict=True):
+            column.append(tensor)
+        room -= size
+    if small.owners:
+        yield small

@@ -1,0 +1,144 @@
+"""Seconds of an update of 100M parameters, by optimiser, as ratios in one run; bytes of state beside them.
+
+    python -m benchmarks.optimizers [--parameters 100e6] [--threads 1 2] [--rounds 7] [--peers] [--out FILE]
+
+Tensors are those of a decoder of width 1024 (matrices larger than the cache, and norms), in float32. The contenders
+take turns, and of each the fastest round counts: what disturbs makes a round longer. `--peers` adds optimisers of
+`pytorch_optimizer` and `bitsandbytes` where they are installed; nothing else imports them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from modelworks.config import OptimizerConfig
+from modelworks.config.optimizers import OptimizerName
+from modelworks.optim import build_optimizer
+
+WIDTH = 1024
+BOUNDS = {"adamw": ("torch AdamW fused", 1 / 0.95), "lamb": ("adamw", 1.5), "lion": ("adamw", 1.0)}
+EIGHT_BIT = {name: ("adamw", 2.0) for name in get_args(OptimizerName) if name.endswith("8bit")}
+
+
+def shapes(parameters: float) -> dict[str, tuple[int, ...]]:
+    """Layers of 12 WIDTH^2 parameters until there are enough."""
+    made: dict[str, tuple[int, ...]] = {}
+    for layer in range(max(1, round(parameters / (12 * WIDTH**2)))):
+        for kind in "qkvo":
+            made[f"blocks.{layer}.attention.{kind}.weight"] = (WIDTH, WIDTH)
+        made[f"blocks.{layer}.feed_forward.up.weight"] = (4 * WIDTH, WIDTH)
+        made[f"blocks.{layer}.feed_forward.down.weight"] = (WIDTH, 4 * WIDTH)
+        made[f"blocks.{layer}.attention_norm.weight"] = (WIDTH,)
+    return made
+
+
+class Contender:
+    """parameters are its own; gradients are shared by all."""
+
+    def __init__(self, name: str, gradients: dict[str, Tensor], build: Callable[[dict[str, Tensor]], Any]) -> None:
+        self.name = name
+        self._step, self.bytes = build({n: torch.ones_like(g).requires_grad_() for n, g in gradients.items()})
+        self.seconds: list[float] = []
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        self._step()
+        self.seconds.append(time.perf_counter() - started)
+
+
+def ours(name: str, gradients: dict[str, Tensor]) -> Callable[[dict[str, Tensor]], Any]:
+    def build(parameters: dict[str, Tensor]) -> Any:
+        optimizer = build_optimizer(parameters.items(), OptimizerConfig(name=name))  # type: ignore[arg-type]
+        return lambda: optimizer.step(gradients, 1e-4), optimizer.state_bytes()
+
+    return build
+
+
+def others(make: Callable[[list[Any]], Any], gradients: dict[str, Tensor]) -> Callable[[dict[str, Tensor]], Any]:
+    def build(parameters: dict[str, Tensor]) -> Any:
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+        optimizer = make([{"params": list(parameters.values())}])
+        return optimizer.step, None
+
+    return build
+
+
+def peers() -> dict[str, Callable[[list[Any]], Any]]:
+    found: dict[str, Callable[[list[Any]], Any]] = {}
+    try:
+        import pytorch_optimizer as other
+
+        found |= {f"pytorch-optimizer {n}": getattr(other, n) for n in ("Lamb", "Lion", "LARS", "AdaFactor", "Muon")}
+    except ImportError:
+        print("pytorch_optimizer is not installed")
+    try:
+        from bitsandbytes import optim
+
+        found |= {f"bitsandbytes {n}": getattr(optim, n) for n in ("AdamW8bit", "Lion8bit", "AdamW32bit")}
+    except ImportError:
+        print("bitsandbytes is not installed")
+    return found
+
+
+def measure(arguments: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(threads)
+    wanted = shapes(arguments.parameters)
+    generator = torch.Generator().manual_seed(0)
+    gradients = {name: torch.randn(shape, generator=generator) for name, shape in wanted.items()}
+    elements = sum(gradient.numel() for gradient in gradients.values())
+    makers = {"torch AdamW fused": others(lambda g: torch.optim.AdamW(g, fused=True), gradients)}
+    makers |= {name: ours(name, gradients) for name in arguments.only or get_args(OptimizerName)}
+    makers |= {name: others(make, gradients) for name, make in (peers() if arguments.peers else {}).items()}
+    rows: list[dict[str, Any]] = []
+    for name, build in makers.items():  # each beside AdamW, so that drift of the machine cancels
+        pair = [Contender(name, gradients, build)]
+        if name != "torch AdamW fused":
+            base = "torch AdamW fused" if name == "adamw" else "adamw"
+            pair.append(Contender(base, gradients, makers.get(base, makers["torch AdamW fused"])))
+        try:
+            for _ in range(arguments.rounds + 1):
+                for contender in pair:
+                    contender.run()
+        except (RuntimeError, ValueError, TypeError) as error:
+            print(f"{name}: does not run here: {error}")
+            continue
+        best = [min(contender.seconds[1:]) for contender in pair]
+        against = best[0] / best[-1]
+        row = {
+            "optimizer": name, "threads": threads, "seconds": best[0], "against": pair[-1].name, "ratio": against,
+            "bytes_per_parameter": pair[0].bytes / elements if pair[0].bytes is not None else None,
+        }  # fmt: skip
+        bound = (BOUNDS | EIGHT_BIT).get(name)
+        row["bound"] = bound[1] if bound else None
+        rows.append(row)
+        met = "" if not bound else f"  bound {bound[1]:.2f} {'met' if against <= bound[1] else 'MISSED'}"
+        size = "" if row["bytes_per_parameter"] is None else f"{row['bytes_per_parameter']:6.3f} B/parameter"
+        print(f"{threads} threads  {name:28} {best[0] * 1e3:8.1f} ms  {against:5.2f} x {pair[-1].name}{met}  {size}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=100e6)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", help="optimisers of ours, by name")
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = [row for threads in arguments.threads for row in measure(arguments, threads)]
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
