@@ -90,6 +90,8 @@ def _tiles(answer: Mapping[str, Any]) -> list[dict[str, str]]:
     ]
     if run := answer["run"]:
         tiles.append(("whole run", numbers.duration(run["seconds"]), f"{numbers.count(run['tokens'])} tokens"))
+    elif answer["price"]:
+        tiles.append(("a million tokens", f"${winner['usd_per_million_tokens']:.2g}", "at list prices or --price"))
     return [{"label": label, "value": value, "detail": detail} for label, value, detail in tiles]
 
 
