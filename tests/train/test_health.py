@@ -90,7 +90,9 @@ def spikes(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
     return [(record.step, json.loads(str(record.value))) for record in found]
 
 
-@pytest.mark.parametrize("layout", [[], ["parallel.dp_shard=2", "parallel.zero=2"]])
+@pytest.mark.parametrize(
+    "layout", [[], pytest.param(["parallel.dp_shard=2", "parallel.zero=2"], marks=pytest.mark.slow)]
+)
 def test_poisoned_batches_are_left_out(
     workers: WorkerPool, tiny_config: Config, tmp_path: Path, layout: list[str]
 ) -> None:
@@ -112,6 +114,7 @@ def test_poisoned_batches_are_left_out(
     assert len(set(rates.values()) - {rates[step] for step in range(1, 4)}) <= 1  # after warm-up: never slowed
 
 
+@pytest.mark.slow
 def test_without_an_answer_a_warning(workers: WorkerPool, tiny_config: Config, tmp_path: Path) -> None:
     config = tiny_config(*LONG, "health.spikes=warn")
     run(workers, config, tmp_path / "warned", {80: "garbage"})
