@@ -63,6 +63,7 @@ class _Moments:
         self.layer_elements = float(layer_elements(shape, split))
         self.end_elements = float(shape.vocab_size * shape.d_model / split.tp)
         self.elements = rank.layers * self.layer_elements + rank.ends * self.end_elements
+        self.elements += float(shape.position_rows * shape.d_model) * rank.first
         self.several = float(split.n_micro_batches) > 1.0
         self.shards = float(split.shards)
         self.zero = float(split.zero) if self.shards > 1.0 else 0.0
@@ -87,7 +88,9 @@ class _Moments:
         head = self.end_elements * self.compute * cast
         if narrow:
             rows = chunk * float(shape.d_model) * self.compute if stream > self.compute else 0.0
-            product = max(self.end_elements * (self.compute + 4.0), SOFTMAX) + rows
+            softmax = chunk * columns * 4.0  # at once where ranks share it, else a few tokens at a time
+            softmax = softmax if float(split.tp) > 1.0 else min(softmax, SOFTMAX)
+            product = max(self.end_elements * (self.compute + 4.0), softmax) + rows
         else:
             product = chunk * float(shape.d_model) * self.compute
         result = self.stream * stream + (self.whole * stream if float(split.stream_split) > 1.0 else 0.0)
