@@ -15,6 +15,8 @@ from modelworks.optim.schedules import Schedule, build_schedule
 if TYPE_CHECKING:
     from modelworks.optim.clip import Reduce as Reduce
     from modelworks.optim.clip import clip_gradients as clip_gradients
+    from modelworks.optim.conformance import NotConforming as NotConforming
+    from modelworks.optim.conformance import check_optimizer as check_optimizer
     from modelworks.optim.optimizer import Optimizer as Optimizer
     from modelworks.optim.optimizer import build_optimizer as build_optimizer
     from modelworks.optim.sums import Split as Split
@@ -24,9 +26,11 @@ if TYPE_CHECKING:
     from modelworks.optim.torch_optimizers import (
         Adam as Adam,
     )
+    from modelworks.optim.torch_optimizers import Adam8bit as Adam8bit
     from modelworks.optim.torch_optimizers import (
         AdamW as AdamW,
     )
+    from modelworks.optim.torch_optimizers import AdamW8bit as AdamW8bit
     from modelworks.optim.torch_optimizers import (
         Lamb as Lamb,
     )
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from modelworks.optim.torch_optimizers import (
         Lion as Lion,
     )
+    from modelworks.optim.torch_optimizers import Lion8bit as Lion8bit
+    from modelworks.optim.torch_optimizers import Muon as Muon
     from modelworks.optim.torch_optimizers import (
         Sgd as Sgd,
     )
@@ -43,10 +49,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Adafactor",
     "Adam",
+    "Adam8bit",
     "AdamW",
+    "AdamW8bit",
     "Lamb",
     "Lars",
     "Lion",
+    "Lion8bit",
+    "Muon",
+    "NotConforming",
     "Optimizer",
     "ParameterOptions",
     "Reduce",
@@ -55,6 +66,7 @@ __all__ = [
     "Split",
     "build_optimizer",
     "build_schedule",
+    "check_optimizer",
     "clip_gradients",
     "parameter_options",
 ]
@@ -66,6 +78,8 @@ _NEED_TORCH = {
     "Reduce": "clip",
     "Split": "sums",
     **dict.fromkeys(["Adafactor", "Adam", "AdamW", "Lamb", "Lars", "Lion", "Sgd"], "torch_optimizers"),
+    **dict.fromkeys(["Adam8bit", "AdamW8bit", "Lion8bit", "Muon"], "torch_optimizers"),
+    **dict.fromkeys(["NotConforming", "check_optimizer"], "conformance"),
 }
 
 __getattr__ = lazily(__name__, _NEED_TORCH)

@@ -72,12 +72,14 @@ class Adafactor:
     def _move_moments(self, piece: Piece, sums: Tensor, step: Step) -> None:
         weight = step.number**-self.decay_exponent  # 1 - b2
         if not _factored(piece.spec):
-            piece.state[WHOLE].lerp_(piece.gradient.square().add_(self.eps), weight)
+            squares = piece.gradient.square().add_(self.eps).clamp_(max=_largest(piece.value.dtype))
+            piece.state[WHOLE].lerp_(squares, weight)
             return
         rows, columns = (_without(piece.spec, dimension) for dimension in (-1, -2))
         _, *parts = sums.split_with_sizes([1, math.prod(rows.shape), math.prod(columns.shape)])
         for kind, held, part, dimension in zip((ROWS, COLUMNS), (rows, columns), parts, (-1, -2), strict=True):
             means = part.view(held.shape)[held.slices] / piece.spec.shape[dimension] + self.eps
+            means = means.clamp_(max=_largest(piece.value.dtype))
             piece.state[kind].lerp_(means.to(piece.value.dtype), weight)
 
     def _second_sums(self, piece: Piece) -> Tensor:
@@ -159,6 +161,11 @@ def _change(
         update = moment.lerp_(update.mul_(size), 1.0 - first_moment)
         size = 1.0
     value.add_(update, alpha=-size)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """Of a mean of squares: an infinite one would make 0 or NaN of all updates after it."""
+    return torch.finfo(dtype).max / 32
 
 
 def _factored(spec: ShardSpec) -> bool:

@@ -51,7 +51,8 @@ class _Family(TorchOptimizer):
             if key not in known:
                 raise TypeError(f"{type(self).__name__} has no setting {key!r}; it has {', '.join(sorted(known))}")
         usual = _config(self.NAME, settings)
-        super().__init__(params, {**{key: getattr(usual, key) for key in sorted(known)}, "trust": None, "embedding": False})
+        defaults = {key: getattr(usual, key) for key in sorted(known)}
+        super().__init__(params, {**defaults, "trust": None, "embedding": False})
         for group in self.param_groups:
             _config(self.NAME, group)
 
