@@ -127,6 +127,14 @@ def test_a_chain_of_layouts(runs: Runs, unbroken: Any) -> None:
     goes_on(runs, unbroken, chain, EXPERTS, steps=5)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "pair"), [("sgd", ("zero3-dp4", "tp2-zero2")), ("adafactor", ("tp4", "pp3-uneven"))]
+)
+def test_state_of_other_optimisers(optimizer: str, pair: tuple[str, str], runs: Runs, unbroken: Any) -> None:
+    """Of rows and columns too, which are no slices of their parameter's shape."""
+    goes_on(runs, unbroken, list(pair), [f"optimizer.name={optimizer}"], steps=3)
+
+
 @settings(
     max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
