@@ -102,6 +102,7 @@ def test_compare(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert found["differences"] == {"optimizer.lr": {"one": 0.0003, "two": 0.01}}
     assert "the same" in call(capfd, "compare", "one", "one")
     assert "at least two" in call(capfd, "compare", "one", code=2)
+    assert "no ordinary file" in call(capfd, "compare", "one", "two", "--html", str(here), code=2)
     assert "did you mean `three`" in call(capfd, "compare", "one", "thre", code=2)
 
 

@@ -80,7 +80,10 @@ def compare_runs(
     if html is not None:
         from modelworks.report import write_comparison
 
-        write_comparison(directories, html)
+        try:
+            write_comparison(directories, html)
+        except OSError as error:
+            raise UserError(f"--html: {html} cannot be written ({error.strerror or error})") from None
         output.print(f"curves: {html}")
     output.result(
         {

@@ -7,6 +7,7 @@ prompt, a path) can become markup.
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -23,7 +24,13 @@ from modelworks.report.charts import Chart
 
 
 def write_page(path: Path, template: str, *, title: str, **values: Any) -> Path:
-    """Render a template of this package to `path`, whole or not at all. Returns the path."""
+    """Render a template of this package to `path`, whole or not at all. Returns the path.
+
+    Raises OSError where it cannot be written, or where something lies that is no ordinary file: a device would be
+    replaced by the page.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "no ordinary file", str(path))
     text = (
         _environment()
         .get_template(template)
