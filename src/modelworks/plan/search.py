@@ -35,7 +35,7 @@ def search(job: Job, limits: Limits | None = None, *, top: int = 10, constants: 
     table = Table(job, limits, job.n_devices, constants, placements)
     if not len(table):
         raise UserError(_no_layout(job, limits))
-    best = table.best(max(top, 1))
+    best = table.best(max(top, 1), at_last=True)
     goals: dict[str, Found] = {}
     around: list[Neighbour] = []
     nothing: Nearest | None = None

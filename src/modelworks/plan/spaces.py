@@ -241,6 +241,8 @@ class Placements:
             found = stages_of_ranks(ranks_of(parallel, placed))
             if name in ("gpipe", "zb-h1", "interleaved-zb"):  # every rank holds as many micro-batches as the first
                 found = replace(found, first=found.most)
+            elif name in V_SHAPED:  # and nearly so many here, the first beside the head
+                found = replace(found, first=max(found.first, found.most))
             self._known[key] = tuple(map(len, placed)), found
         return self._known[key]
 

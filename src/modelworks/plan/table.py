@@ -32,7 +32,9 @@ from modelworks.plan.pipeline import Sends, Stages, seconds_of_step, stage_costs
 from modelworks.plan.spaces import Placements, Space, complexity, splits, with_schedules
 from modelworks.plan.step_time import step_and_costs
 
-MARGIN = 0.05  # by which closed forms of memory may be above what is predicted in full
+MARGIN = 0.05  # by which closed forms of memory may be above what is predicted in full: 99 % are less
+MARGIN_AT_LAST = 0.25  # the same where nothing was found: small models on many stages are up to 15 % less
+FAR = 0.05  # by which a floor must be above the best to be left out
 SLACK = 0.03  # the same of times and simulations
 SCHEDULES_TRIED = (4, 24)  # pipelines that are simulated of a split, and of the one that is the best so far
 TRIED = 8  # of layouts that tie, those predicted in full until one fits
@@ -58,9 +60,25 @@ class Table:
     def __len__(self) -> int:
         return len(self.space)
 
-    def best(self, top: int) -> list[Found]:
-        """The best that fit, in order: the simplest of what ties with the fastest, then the same of other splits."""
-        rows = self._refined(top)
+    def best(self, top: int, *, at_last: bool = False) -> list[Found]:
+        """The best that fit, in order: the simplest of what ties with the fastest, then the same of other splits.
+
+        at_last: where none is found, whether those further above the limit by closed form are predicted in full too.
+        """
+        found = self._found(top, MARGIN)
+        if not found and at_last:
+            found = self._found(top, MARGIN_AT_LAST)
+        if not found:
+            return []
+        fastest = min(each.prediction.step_seconds for each in found)
+        tied = [each for each in found if each.prediction.step_seconds <= fastest * (1.0 + TIE)]
+        first = min(tied, key=lambda each: (complexity(each.candidate), each.prediction.step_seconds))
+        others = [each for each in found if each is not first]
+        return [first, *sorted(others, key=lambda each: each.prediction.step_seconds)]
+
+    def _found(self, top: int, margin: float) -> list[Found]:
+        """One for each split, predicted in full."""
+        rows = self._refined(top, margin)
         if rows is None:
             return []
         found: list[Found] = []
@@ -78,13 +96,7 @@ class Table:
                 misses += 1
         if misses == MISSES:
             self._count("near the limit of memory, not predicted in full", int(rows.left.sum()))
-        if not found:
-            return []
-        fastest = min(each.prediction.step_seconds for each in found)
-        tied = [each for each in found if each.prediction.step_seconds <= fastest * (1.0 + TIE)]
-        first = min(tied, key=lambda each: (complexity(each.candidate), each.prediction.step_seconds))
-        others = [each for each in found if each is not first]
-        return [first, *sorted(others, key=lambda each: each.prediction.step_seconds)]
+        return found
 
     def least_memory(self) -> Found | None:
         """The layout of the fewest bytes, whether it fits or not; None where there is no layout."""
@@ -114,28 +126,28 @@ class Table:
             return one
         return replace(better, default_seconds=seconds)
 
-    def _refined(self, top: int) -> _Rows | None:
+    def _refined(self, top: int, margin: float) -> _Rows | None:
         """The rows that may be among the best, with simulated times; None where nothing may fit."""
-        near = np.flatnonzero(self.memory <= self.limit * (1.0 + MARGIN))
+        near = np.flatnonzero(self.memory <= self.limit * (1.0 + margin))
         if not len(near):
             return None
         space = self.space.rows(near)
         times = self._times(space)
         self.points.step[near] = times.step
-        order = np.sort(times.step)
-        bound = order[min(top * 4, len(order)) - 1] * (1.0 + MARGIN)
+        order = np.sort(times.step[self.memory[near] <= self.limit])
+        bound = order[min(top * 4, len(order)) - 1] * (1.0 + FAR) if len(order) else np.inf
         possible = np.flatnonzero(times.floor <= bound)
         every = with_schedules(self.job, self.limits, space.rows(possible))
         self._count("slower than the best even without a bubble", len(near) - len(possible))
         self._count("do not fit even under 1F1B, whatever the schedule", len(self) - len(near))
         held = self._memory(every)
-        fits = held <= self.limit * (1.0 + MARGIN)
+        fits = held <= self.limit * (1.0 + margin)
         every, held = every.rows(fits), held[fits]
         times = self._times(every)
         self._add(Points(times.step, held, held <= self.limit))
-        return self._simulated(every, times, top)
+        return self._simulated(every, times, held <= self.limit, top)
 
-    def _simulated(self, space: Space, times: _Times, top: int) -> _Rows:
+    def _simulated(self, space: Space, times: _Times, fits: NDArray[np.bool_], top: int) -> _Rows:
         """Closed forms, best first, with the pipeline's part simulated, until no other row can be among the best."""
         groups = space.groups()
         best: dict[int, float] = {}  # seconds of each split
@@ -157,6 +169,8 @@ class Table:
                 value += makespan - float(times.pipeline[row])
             seconds.append(value)
             chosen.append(row)
+            if not fits[row]:
+                continue  # it may fit when predicted in full, and must keep no other from being tried
             best[group] = min(best.get(group, np.inf), value)
             if len(best) >= top:
                 bound = sorted(best.values())[top - 1]

@@ -14,7 +14,7 @@ from modelworks.plan.found import TIE, Found
 from modelworks.plan.job import Job, Limits
 from modelworks.plan.machine import Numerics
 from modelworks.plan.spaces import Placements
-from modelworks.plan.table import MARGIN, Table
+from modelworks.plan.table import Table
 
 COMPARED = 6  # numbers of devices whose costs are compared
 
@@ -29,7 +29,7 @@ def fewest(job: Job, limits: Limits, constants: Constants, placements: Placement
         if "offload" not in limits.fixed and least / size > capacity:
             continue
         table = Table(job, limits, size, constants, placements)
-        if (table.memory <= table.limit * (1.0 + MARGIN)).any() and (best := table.best(1)):
+        if (table.memory <= table.limit).any() and (best := table.best(1)):
             return best[0]
     return None
 
