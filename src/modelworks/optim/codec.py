@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from modelworks.layout import ShardSpec, tile_grid, tile_shape, tiles_of
 
-PIECE = 1 << 16  # elements decoded at once: a few float32 buffers of this size stay in a core's cache
+PIECE = 1 << 18  # elements decoded at once: a few buffers of 1 MB; with less, starting kernels takes longer than they
 
 _LARGEST = torch.finfo(torch.float32).max
 
