@@ -91,7 +91,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
         micro_batch=draw(st.sampled_from([1, 2])),
         precision=draw(st.sampled_from(["fp32", "bf16", "bf16", "bf16-autocast", "fp16", "fp8"])),
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
-        optimizer=draw(st.sampled_from(["adamw", "adamw", "adamw", "adam", "lion", "sgd"])),
+        optimizer=draw(st.sampled_from(["adamw", "adamw", "adamw", "adam", "lion", "sgd", "muon"])),
         **layout,
     )
 
@@ -194,7 +194,7 @@ def test_is_written(target: str, model: str, layout: dict[str, Any], tmp_path: P
         ("fsdp", {"tp": 2}, "torchtitan"),
         ("fsdp", {"dp_shard": 8, "zero": 3, "offload": "cpu"}, "offload_params=true"),
         ("modelworks", {"precision": "fp8"}, "no fp8"),
-        ("modelworks", {"optimizer": "lion"}, "no lion"),
+        ("modelworks", {"optimizer": "momentum"}, "none called momentum"),
     ],
 )
 def test_refusal_names_the_key_and_a_way_out(target: str, layout: dict[str, Any], says: str, tmp_path: Path) -> None:

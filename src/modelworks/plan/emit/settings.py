@@ -23,12 +23,14 @@ from modelworks.config import (
     DataConfig,
     Duration,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TokenizerTraining,
     TrainConfig,
     UserError,
 )
+from modelworks.config.optimizers import HABITS
 from modelworks.layout import V_SHAPED, check_layout
 from modelworks.plan.candidate import Candidate
 from modelworks.plan.stored import stages
@@ -207,8 +209,12 @@ def _config(candidate: Candidate, run: RunConfig | None) -> RunConfig:
     model = candidate.model
     vocabulary = TokenizerTraining.model_construct(vocab_size=min(8192, model.vocab_size))
     data = run.data if run else DataConfig.model_construct(tokenizer=vocabulary)
+    optimizer = run.optimizer if run else OptimizerConfig()
+    if optimizer.name != candidate.optimizer and candidate.optimizer in HABITS:
+        optimizer = OptimizerConfig.model_validate({"name": candidate.optimizer})  # with its own values
     sections: dict[str, Any] = {
         "model": model,
+        "optimizer": optimizer,
         "parallel": candidate.parallel,
         "data": data.model_copy(update={"seq_len": candidate.seq_len}),
         "train": (run.train if run else TrainConfig()).model_copy(

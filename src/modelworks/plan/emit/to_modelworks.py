@@ -17,8 +17,8 @@ def refusals(wanted: Wanted) -> list[str]:
     reasons = []
     if wanted["train.precision"] == "fp8":
         reasons.append("train.precision: the trainer has no fp8; use bf16")
-    if wanted["optimizer.name"] != "adamw":
-        reasons.append(f"optimizer.name: the trainer has no {wanted['optimizer.name']}; use adamw")
+    if wanted["optimizer.name"] != wanted.config.optimizer.name:
+        reasons.append(f"optimizer.name: the trainer has none called {wanted['optimizer.name']}")
     return reasons
 
 
