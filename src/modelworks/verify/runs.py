@@ -85,9 +85,7 @@ def run_split(config: RunConfig, steps: int, precision: Precision, mesh: Mesh) -
     model.train()
     with tempfile.TemporaryDirectory(prefix="modelworks-offload-") as scratch:
         allocate = state_allocator(config.parallel, mesh.device, Path(scratch) / f"rank-{mesh.rank}")
-        optimizer = build_optimizer(
-            model.stored.items(), config.optimizer, split=model.split, allocate=allocate
-        )
+        optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split, allocate=allocate)
         return _observe_split(model, optimizer, config, steps, precision), model
 
 
