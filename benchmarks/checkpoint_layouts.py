@@ -4,7 +4,7 @@
 
 In float64, against the run in one process that never stops, and the loaded tensors against those saved, bit for bit.
 The layouts and the model, whose sizes no degree divides, are those of `tests/train/test_reshard.py`, which draws fewer
-pairs of fewer steps. Writes results/checkpoint_layouts.json.
+pairs of fewer steps. Writes results/checkpoint_layouts_<optimizer>.json.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     }
     print(f"{results['within_bound']} of {len(rows)} pairs within {BOUND:.0e}")
     if not arguments.no_results:
-        print(write_results("checkpoint_layouts", results))
+        print(write_results(f"checkpoint_layouts_{arguments.optimizer}", results))
 
 
 def compared(pool: Any, directory: Path, pairs: int, optimizer: str, seed: int) -> Any:
