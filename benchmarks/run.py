@@ -22,6 +22,7 @@ MINUTES = {
     "loss_memory": 4,
     "parallel": 14,
     "plan_here": 10,
+    "plan_brute_force": 4,
     "plan_search": 1,
     "residual_depth": 6,
     "train_throughput": 12,
