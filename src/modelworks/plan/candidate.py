@@ -111,17 +111,9 @@ def evaluate(
     Raises UserError where the batch does not divide, or stages outnumber layers.
     """
     model, parallel = candidate.model, candidate.parallel
-    split = split_of(candidate)
+    work = candidate_work(candidate, constants)
+    split = work.split
     _check(candidate, split)
-    work = work_of(
-        model,
-        split,
-        candidate.device,
-        precision=candidate.precision,
-        software=candidate.software,
-        constants=constants,
-        optimizer=candidate.optimizer,
-    )
     placed = stages(model, parallel, candidate.seq_len)
     ranks = ranks_of(parallel, placed)
     times = step_time(work, stages_of_ranks(ranks))
@@ -163,6 +155,19 @@ def evaluate(
         model_flops_full_attention=full,
         mfu=causal / (total * candidate.n_devices * float(work.machine.peak)),
         reasons=_reasons(parts, total, size, needed, limit),
+    )
+
+
+def candidate_work(candidate: Candidate, constants: Constants) -> Work:
+    """What the formulas take, for one candidate."""
+    return work_of(
+        candidate.model,
+        split_of(candidate),
+        candidate.device,
+        precision=candidate.precision,
+        software=candidate.software,
+        constants=constants,
+        optimizer=candidate.optimizer,
     )
 
 

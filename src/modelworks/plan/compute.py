@@ -17,7 +17,6 @@ sums, activations, rotations, dropout) is bound by memory and counted in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -281,15 +280,3 @@ def recomputed_seconds(work: Work, layer: LayerTime, exchanges: Column = 0.0) ->
     full = layer.passes.forward + exchanges
     # 1 is selective; 1 to 2 recomputes all of some layers and selectively the rest
     return np.where(mode <= 1.0, mode * layer.core, layer.core + (mode - 1.0) * (full - layer.core))
-
-
-def layer_flops(work: Work) -> Iterator[tuple[str, Column, Column]]:
-    """(operation, FLOPs forward, FLOPs backward) of one layer and one micro-batch on one rank; a dense layer's."""
-    for name, products in (
-        ("attention projections", attention_products(work)),
-        ("feed-forward", feed_forward_products(work)),
-    ):
-        flops = sum(2.0 * m * n * k * count for m, n, k, count in products)
-        yield name, flops, 2.0 * flops
-    scores = 4.0 * work.split.tokens * attended_keys(work) * work.shape.d_attention / work.split.tp
-    yield "attention scores", scores, 2.0 * scores

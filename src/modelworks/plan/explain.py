@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from modelworks.plan.candidate import Candidate, Prediction, split_of, work_of
+from modelworks.plan.candidate import Candidate, Prediction, candidate_work
 from modelworks.plan.constants import CONSTANTS, Constants
 from modelworks.plan.found import TIE, Found, Nearest, Search
 from modelworks.plan.neighbours import NAMES
@@ -114,16 +114,7 @@ def _binds(search: Search, winner: Found) -> str:
 def _links(winner: Found, constants: Constants) -> list[str]:
     """Where each axis' ranks lie, and what its exchanges would cost if every one of them crossed the network."""
     candidate = winner.candidate
-    split = split_of(candidate)
-    work = work_of(
-        candidate.model,
-        split,
-        candidate.device,
-        precision=candidate.precision,
-        software=candidate.software,
-        constants=constants,
-        optimizer=candidate.optimizer,
-    )
+    work = candidate_work(candidate, constants)
     if work.machine.measured is not None:
         return []  # a measured machine has no network to cross
     node, parallel = int(work.machine.node), candidate.parallel

@@ -24,10 +24,8 @@ MOST_ROWS = 2**24
 # are 6 % less than what a driver offers (an 80 GB H100 has 85 GB, 79.1 GiB): within those, 96 % stay.
 HEADROOM = 0.05
 
+# in the order in which people name them
 OF_PARALLEL = (
-    "dp_replicate",
-    "dp_shard",
-    "zero",
     "tp",
     "sequence_parallel",
     "cp",
@@ -38,6 +36,9 @@ OF_PARALLEL = (
     "pp_partition",
     "pp_gather",
     "ep",
+    "dp_replicate",
+    "dp_shard",
+    "zero",
     "accumulate_reduce",
     "offload",
 )

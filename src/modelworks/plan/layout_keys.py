@@ -15,26 +15,7 @@ from modelworks.config import ParallelConfig
 from modelworks.plan.candidate import Candidate
 from modelworks.plan.job import OF_PARALLEL, OF_TRAIN
 
-# in the order in which people name them; `job` has the same keys
-LAYOUT_KEYS = (
-    "tp",
-    "sequence_parallel",
-    "cp",
-    "cp_mode",
-    "pp",
-    "pp_schedule",
-    "pp_virtual",
-    "pp_partition",
-    "pp_gather",
-    "ep",
-    "dp_replicate",
-    "dp_shard",
-    "zero",
-    "accumulate_reduce",
-    "offload",
-    "micro_batch",
-    "recompute",
-)
+LAYOUT_KEYS = (*OF_PARALLEL, *OF_TRAIN)
 
 
 def layout_of(candidate: Candidate) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from modelworks.layout.pipeline import least_maximum, peak_formula
-from modelworks.plan.candidate import Candidate, split_of, work_of
+from modelworks.plan.candidate import Candidate, candidate_work
 from modelworks.plan.compute import Work
 from modelworks.plan.constants import CONSTANTS, Constants
 from modelworks.plan.memory import rank_memory
@@ -38,15 +38,7 @@ def best_partition(
     candidate: Candidate, constants: Constants = CONSTANTS, *, headroom: float = 0.0
 ) -> list[int] | None:
     """Layers of each stage such that the costliest takes as little as possible; None where memory allows none."""
-    work = work_of(
-        candidate.model,
-        split_of(candidate),
-        candidate.device,
-        precision=candidate.precision,
-        software=candidate.software,
-        constants=constants,
-        optimizer=candidate.optimizer,
-    )
+    work = candidate_work(candidate, constants)
     n_layers = candidate.model.n_layers
     n_stages = len(stages(candidate.model, candidate.parallel, candidate.seq_len))
     layer, head, sends = layer_costs(work)

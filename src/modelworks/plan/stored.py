@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modelworks.config import ModelConfig, ParallelConfig
-from modelworks.layout import V_SHAPED, Layout, ParameterPlan, ShardSpec, memory_of_run, plan_parameters, stages_of
+from modelworks.layout import V_SHAPED, Layout, ParameterPlan, ShardSpec, memory_of_run, plan_parameters
 from modelworks.layout.pipeline import partition_layers
 from modelworks.plan.machine import Numerics
 from modelworks.plan.optimizer_bytes import FLOAT, optimizer_bytes
@@ -91,10 +91,3 @@ def _state(part: ShardSpec, numerics: Numerics, optimizer: str) -> int:
     masters = int(numerics.state) - 2 * FLOAT
     kept = optimizer_bytes(optimizer, part.shape, parameter=part.name, held=part.local_shape)
     return masters * part.n_local + kept
-
-
-def held_layers(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> list[int]:
-    """Layers on each rank along the pipeline."""
-    placed = stages(model, parallel, seq_len)
-    layout = Layout(pp=parallel.pp)
-    return [sum(len(placed[stage]) for stage in stages_of(layout, parallel, rank)) for rank in range(parallel.pp)]
