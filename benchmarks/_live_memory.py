@@ -15,11 +15,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from modelworks.config import RunConfig, dump_yaml, parse_run_config
-from modelworks.data.batch import Batch
 from modelworks.layout import Layout
 from modelworks.optim import build_optimizer
 from modelworks.parallel import build_mesh, joined, launch, process_group, split_model
 from modelworks.train import PRECISIONS, apply_gradients, compute_gradients, data_rows
+from modelworks.train.rates import random_batch
 
 STEPS = 3
 
@@ -49,22 +49,13 @@ def _train(config: RunConfig, mesh: Any) -> None:
     model = split_model(config, mesh, dtype=precision.parameter_dtype)
     model.train()
     optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
-    batch = _tokens(config).rows(data_rows(model, config.train.global_batch))
+    batch = random_batch(config).rows(data_rows(model, config.train.global_batch))
     for step in range(STEPS):
         gradients = compute_gradients(
             model, batch, config, step=step, micro_batch=int(config.train.micro_batch), precision=precision
         )
         apply_gradients(model, optimizer, gradients, config, lr=1e-4)
         del gradients
-
-
-def _tokens(config: RunConfig) -> Batch:
-    rows, length = config.train.global_batch, config.data.seq_len
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.model.vocab_size, (rows, length + 1), generator=generator)
-    positions = torch.arange(length).repeat(rows, 1)
-    ids, weights = torch.zeros(rows, length, dtype=torch.int32), torch.ones(rows, length)
-    return Batch(tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous(), weights, ids)
 
 
 def _peak(events: Any) -> int:

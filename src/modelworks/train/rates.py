@@ -177,7 +177,7 @@ def _steps(clock: _Clock, probe: Mapping[str, int], precision_name: str) -> list
     model = split_model(config, single_process(clock.device), dtype=precision.parameter_dtype)
     model.train()
     optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
-    batch = _batch(config).to(clock.device)
+    batch = random_batch(config).to(clock.device)
     first = batch.rows(slice(0, micro_batch))
     (part,) = model.parts.values()
     made: list[Gradients] = []
@@ -216,7 +216,8 @@ def probe_config(probe: Mapping[str, int], precision: str) -> RunConfig:
     )
 
 
-def _batch(config: RunConfig) -> Batch:
+def random_batch(config: RunConfig) -> Batch:
+    """A global batch of rows without documents: what a step takes does not depend on which tokens it sees."""
     rows, length = config.train.global_batch, config.data.seq_len
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.model.vocab_size, (rows, length + 1), generator=generator)
