@@ -34,7 +34,10 @@ def write_results(name: str, results: Any, *, machine: Machine | None = None, di
 
 
 def _relative(word: str) -> str:
-    """Paths inside the repository as they are from its root, so that a result names no one's home directory."""
+    """Paths inside the repository as they are from its root and others by their name, so that a result names no one's
+    directories."""
     root = Path(__file__).resolve().parent.parent
     path = Path(word)
-    return str(path.resolve().relative_to(root)) if path.resolve().is_relative_to(root) and path.exists() else word
+    if path.exists() and path.resolve().is_relative_to(root):
+        return str(path.resolve().relative_to(root))
+    return path.name if path.is_absolute() else word
