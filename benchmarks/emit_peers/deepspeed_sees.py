@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from telling import tell_each
 from transformers_sees import model_seen
 
 
@@ -62,9 +62,4 @@ def main(directory: str, world: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # DIRECTORY WORLD DIRECTORY WORLD ...: one line of JSON for each, as importing takes longer than reading
-    for directory, world in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        try:
-            print("seen", json.dumps(main(directory, int(world))))
-        except Exception as error:  # what the package says against a file is a result
-            print("seen", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+    tell_each(main)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
+from telling import tell_each
 
 # Arguments of the training program, not of the core's classes; read in its parser.
 OF_TRAINING = [
@@ -171,9 +171,4 @@ def seen(found: dict[str, str], core: Any, optimizer: Any, ddp: Any, world: int)
 
 
 if __name__ == "__main__":
-    # DIRECTORY WORLD DIRECTORY WORLD ...: one line of JSON for each, as importing takes longer than reading
-    for directory, world in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        try:
-            print("seen", json.dumps(main(directory, int(world))))
-        except Exception as error:  # what the package says against a file is a result
-            print("seen", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+    tell_each(main)

@@ -6,11 +6,11 @@ Prints our keys with the values that its objects hold, as JSON.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import torch
+from telling import tell_each
 
 
 def main(directory: str, world: int) -> dict[str, Any]:
@@ -96,9 +96,4 @@ def main(directory: str, world: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # DIRECTORY WORLD DIRECTORY WORLD ...: one line of JSON for each, as importing takes longer than reading
-    for directory, world in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        try:
-            print("seen", json.dumps(main(directory, int(world))))
-        except Exception as error:  # what the package says against a file is a result
-            print("seen", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+    tell_each(main)

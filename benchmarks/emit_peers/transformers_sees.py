@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from telling import tell_each
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -43,9 +42,4 @@ def model_seen(directory: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # DIRECTORY WORLD DIRECTORY WORLD ...: one line of JSON for each, as importing takes longer than reading
-    for directory, _ in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        try:
-            print("seen", json.dumps(model_seen(directory)))
-        except Exception as error:  # what the package says against a file is a result
-            print("seen", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+    tell_each(lambda directory, _: model_seen(directory))
