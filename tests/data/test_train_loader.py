@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from itertools import islice
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelworks.config import DataConfig, SourceConfig, UserError
-from modelworks.data import Batch, Dataset, TrainLoader, build_dataset
+from modelworks.data import Batch, Dataset, Skip, Skips, TrainLoader, build_dataset
 from modelworks.data.objectives import next_token
 
 Configs = Callable[..., DataConfig]
@@ -174,3 +175,32 @@ def test_what_does_not_fit_is_refused(dataset: Dataset, data_config: Configs) ->
     other = [SourceConfig(name="aa", type="python-stdlib")]
     with pytest.raises(UserError, match=r"no source `aa`, it has a, b \(did you mean `a`"):
         TrainLoader(dataset, data_config(sources=other), 0, 8)
+
+
+def test_what_is_left_out_moves_the_later_batches_on(dataset: Dataset, data_config: Configs) -> None:
+    """Against a list of samples cut by hand; the second skip goes back behind the first, the third does not."""
+    loader, plain = (TrainLoader(dataset, data_config(), 0, 4) for _ in range(2))
+    order = list(range(400))
+    skips = [(9, 5, 3), (7, 3, 0), (20, 15, 2)]  # (step of the spike, good steps, batches after it that go too)
+    for spike, good, more in skips:
+        first = loader.consumed(good)
+        end = loader.first_sample(spike - 1) + 4 * (1 + more)
+        assert order[4 * (spike - 1)] == loader.first_sample(spike - 1)
+        loader.skips.add(Skip(spike, good, first, end))
+        order = order[: 4 * good] + [sample for sample in range(400) if sample >= end]
+        again = TrainLoader(dataset, data_config(), 0, 4)
+        again.skips.load_state(json.loads(json.dumps(loader.skips.state())))
+        for step in (0, good - 1, good, good + 1, 30):
+            samples = order[4 * step : 4 * step + 4]
+            rows = [part(plain.batch(sample // 4), slice(sample % 4, sample % 4 + 1)) for sample in samples]
+            assert all(same(part(loader.batch(step), slice(row, row + 1)), one) for row, one in enumerate(rows))
+            assert same(again.batch(step), loader.batch(step))
+            assert [found["sample"] for found in loader.documents(step)] == samples
+            drawn = [int(plain.places(sample // 4)[0][sample % 4]) for sample in order[: 4 * step]]
+            assert loader.samples(step) == {source.name: drawn.count(i) for i, source in enumerate(dataset.sources)}
+
+
+@pytest.mark.parametrize("row", [[1, 1, 0, 4], [2, 1, 8, 8], [2, 1, 4], [2, 1, 4, 8.0], ["2", 1, 4, 8]])
+def test_a_skip_that_makes_no_sense_is_refused(row: list[object]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Skips().load_state([row])

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from modelworks.data.dataset import Dataset as Dataset
     from modelworks.data.dataset import open_dataset as open_dataset
     from modelworks.data.loader import TrainLoader as TrainLoader
+    from modelworks.data.skips import Skip as Skip
+    from modelworks.data.skips import Skips as Skips
     from modelworks.data.tokenizers.stream import StreamDecoder as StreamDecoder
     from modelworks.data.tokenizers.tokenizer import Tokenizer as Tokenizer
     from modelworks.data.validation import (
@@ -42,6 +44,7 @@ _OFFERS = {
     "compression": ["CompressionBaseline", "compression_baselines"],
     "dataset": ["Dataset", "open_dataset"],
     "loader": ["TrainLoader"],
+    "skips": ["Skip", "Skips"],
     "tokenizers.stream": ["StreamDecoder"],
     "tokenizers.tokenizer": ["Tokenizer"],
     "validation": ["ScoredText", "scored_texts", "text_batches", "validation_batches"],

@@ -1,7 +1,8 @@
-"""`TrainLoader`: the batch of global step s, a function of (seed, s) alone.
+"""`TrainLoader`: the batch of global step s, a function of (seed, s) and of what the run skipped.
 
-The rows of step s are the samples s * global_batch + r. Any rank or micro-batch asks for the rows it needs and gets
-the ones that everybody else would get; its state is one integer, the next step, and any step is reached at once.
+The rows of step s are the samples s * global_batch + r, moved on by what was left out before (`Skips`). Any rank or
+micro-batch asks for the rows it needs and gets the ones that everybody else would get; its state is one integer, the
+next step, and any step is reached at once.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from modelworks.data.dataset import Dataset, SourceData
 from modelworks.data.mixture import Mixture
 from modelworks.data.objectives import next_token
 from modelworks.data.order import SampleOrder, Windows
+from modelworks.data.skips import Skips
 
 
 class TrainLoader:
     """Training batches of `dataset` under a config's mixture, packing and order. Raises UserError.
 
-    global_batch: sequences per optimiser step, over all ranks.
+    global_batch: sequences per optimiser step, over all ranks. skips: what is left out; changed only
+    while nothing iterates.
     """
 
     def __init__(self, dataset: Dataset, data: DataConfig, seed: int, global_batch: int) -> None:
         self.global_batch, self.seq_len = global_batch, data.seq_len
+        self.skips = Skips()
         self._packing = data.packing
         self._sources = [_source(dataset, source.name) for source in data.sources]
         windows = [Windows(len(source.train), data.seq_len) for source in self._sources]
@@ -54,10 +58,18 @@ class TrainLoader:
         """Training tokens of each source that fill no window."""
         return {source.name: w.left_out for source, w in zip(self._sources, self._order.windows, strict=True)}
 
+    def first_sample(self, step: int) -> int:
+        """Of global step `step` (from 0), its place in the order of all samples."""
+        return step * self.global_batch + self.skips.before(step)
+
+    def consumed(self, steps: int) -> int:
+        """Samples that are behind a run after so many steps: trained on, or left out between them."""
+        return steps * self.global_batch + sum(end - first for first, end in self.skips.within(steps))
+
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """The batch of global step `step` (from 0), or some of its rows. Tensors are (rows, seq_len), on the CPU."""
         numbers = np.arange(self.global_batch, dtype=np.int64)[rows or slice(None)]
-        sources, starts = self._order.places(step * self.global_batch + numbers)
+        sources, starts = self._order.places(self.first_sample(step) + numbers)
         length = self.seq_len + 1
         tokens = np.empty((len(numbers), length), np.uint32)
         begins = np.zeros((len(numbers), length), bool)
@@ -70,7 +82,10 @@ class TrainLoader:
 
     def samples(self, steps: int) -> dict[str, int]:
         """Samples drawn from each source by the first `steps` steps."""
-        counts = self._order.mixture.counts(np.array([steps * self.global_batch]))[:, 0]
+        left_out = self.skips.within(steps)
+        edges = np.array([self.consumed(steps), *(edge for span in left_out for edge in span)])
+        signs = np.array([1, *(sign for _ in left_out for sign in (1, -1))])  # a span from `first` to `end`
+        counts = self._order.mixture.counts(edges) @ signs
         return dict(zip(self._order.mixture.names, counts.tolist(), strict=True))
 
     def passes(self, steps: int) -> dict[str, float]:
@@ -80,7 +95,7 @@ class TrainLoader:
 
     def places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each row of a step the number of its source and its first token: names the data of a bad step."""
-        return self._order.places(step * self.global_batch + np.arange(self.global_batch, dtype=np.int64))
+        return self._order.places(self.first_sample(step) + np.arange(self.global_batch, dtype=np.int64))
 
     def documents(self, step: int, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
         """What the rows of a step are cut from: {sample, source, documents: [first, last]}, documents by their number
@@ -93,7 +108,7 @@ class TrainLoader:
             last = min(int(last), source.train.n_documents - 1)
             found.append(
                 {
-                    "sample": step * self.global_batch + row,
+                    "sample": self.first_sample(step) + row,
                     "source": source.name,
                     "documents": [int(first), last],
                 }
