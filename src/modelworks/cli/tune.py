@@ -1,0 +1,7 @@
+"""`modelworks tune`: what batch and rate a run should have. Each command has a file of its own, `tune_<command>.py`."""
+
+from __future__ import annotations
+
+from modelworks.cli.tune_batch import batch
+
+commands = {"batch": batch}
