@@ -11,21 +11,26 @@ import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
-import torch
 
 from modelworks.cli.exit_codes import FAILED, USER_ERROR
 from modelworks.cli.forecast import forecast
 from modelworks.cli.output import Output
 from modelworks.config import RunConfig, UserError, dump_yaml, parse_run_config
 from modelworks.layout import Layout, check_layout, describe, shrink_layout
-from modelworks.parallel import RankFailed, RankLost, World, build_mesh, joined, launch, process_group
-from modelworks.train import Result, TrainingFailed, check_references, keep_freed_memory, run_directory, train
-
-if TYPE_CHECKING:
-    from modelworks.parallel import Mesh
+from modelworks.parallel import RankFailed, RankLost, World, joined, launch
+from modelworks.train import (
+    Result,
+    TrainingFailed,
+    check_references,
+    joined_mesh,
+    keep_freed_memory,
+    run_device,
+    run_directory,
+    train,
+)
 
 
 def train_split(
@@ -48,7 +53,7 @@ def train_split(
             Layout.of(config.parallel).world_size,
             arguments,
             directory=directory,
-            device="cuda" if _device(config).type == "cuda" else "cpu",
+            device="cuda" if run_device(config).type == "cuda" else "cpu",
         )
     except RankFailed as error:
         if error.error is not None and error.error[0] == TrainingFailed.__name__:
@@ -111,19 +116,14 @@ def _shrunk(config: RunConfig, world: World, output: Output) -> tuple[RunConfig,
 
 def _train_here(config: RunConfig, run_dir: Path, world: World, output: Output, **flags: bool) -> Result:
     keep_freed_memory()
-    device = _device(config)
-    with process_group(world, device, config.parallel.timeout) as labels:
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        mesh: Mesh = build_mesh(Layout.of(config.parallel), device, n_kv_heads=config.model.n_kv_heads, labels=labels)
-        console = output.console if world.rank == 0 else None
+    with joined_mesh(config, world) as mesh:
         return train(
             config,
             run_dir,
             resume=flags["resume"],
             overwrite=flags["overwrite"],
             profile=flags["profile"],
-            console=console,
+            console=output.console if world.rank == 0 else None,
             mesh=mesh,
             forecaster=forecast,
         )
@@ -141,9 +141,3 @@ def _remove_old_output(directory: Path) -> None:
     for each in directory.glob("*"):
         if not (each.name.isdecimal() and psutil.pid_exists(int(each.name))):
             shutil.rmtree(each, ignore_errors=True)
-
-
-def _device(config: RunConfig) -> torch.device:
-    if config.train.device != "auto":
-        return torch.device(config.train.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

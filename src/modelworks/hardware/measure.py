@@ -62,6 +62,16 @@ class Machine:
         """Whether the rates are too low because the machine was busy."""
         return self.disturbance > DISTURBANCE
 
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Machine:
+        """From what `asdict` made of one. Raises KeyError or TypeError for what is none."""
+        stored = dict(values["facts"])
+        accelerator = stored.pop("accelerator")
+        if accelerator:
+            accelerator = Accelerator(**{**accelerator, "capability": tuple(accelerator["capability"])})
+        stored["features"] = tuple(stored["features"])
+        return cls(**{**values, "facts": MachineFacts(accelerator=accelerator, **stored)})
+
 
 def measure_machine(
     *,
@@ -208,14 +218,7 @@ def _load(path: Path) -> Machine | None:
     """The machine that was kept, or None: an unreadable or older file is only a reason to measure again."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if set(values["gemm"]) != set(DTYPES):
-            return None
-        stored = values.pop("facts")
-        accelerator = stored.pop("accelerator")
-        if accelerator:
-            accelerator = Accelerator(**{**accelerator, "capability": tuple(accelerator["capability"])})
-        stored["features"] = tuple(stored["features"])
-        return Machine(facts=MachineFacts(accelerator=accelerator, **stored), **values)
+        return Machine.read(values) if set(values["gemm"]) == set(DTYPES) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from modelworks.train.evaluation.validation import TextScore as TextScore
     from modelworks.train.evaluation.validation import score_text as score_text
     from modelworks.train.job import train as train
+    from modelworks.train.joining import joined_mesh as joined_mesh
+    from modelworks.train.joining import run_device as run_device
+    from modelworks.train.loop import Hook as Hook
+    from modelworks.train.loop import StepDone as StepDone
     from modelworks.train.loop import TrainingFailed as TrainingFailed
     from modelworks.train.loss import vocabulary_loss as vocabulary_loss
     from modelworks.train.micro_batches import own_columns as own_columns
@@ -33,10 +37,12 @@ if TYPE_CHECKING:
 _HOME = {
     "Decision": "derivation",
     "Derived": "derivation",
+    "Hook": "loop",
     "NonFiniteStep": "step",
     "PRECISIONS": "precision",
     "Precision": "precision",
     "Result": "result",
+    "StepDone": "loop",
     "TaskRunner": "evaluation.tasks",
     "TextScore": "evaluation.validation",
     "TrainingFailed": "loop",
@@ -45,11 +51,13 @@ _HOME = {
     "compute_gradients": "step",
     "data_rows": "step",
     "derive": "derivation",
+    "joined_mesh": "joining",
     "keep_freed_memory": "allocator",
     "measure": "preparation",
     "newest_checkpoint": "resuming",
     "own_columns": "micro_batches",
     "print_decisions": "beginning",
+    "run_device": "joining",
     "score_text": "evaluation.validation",
     "train": "job",
     "vocabulary_loss": "loss",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -60,12 +61,15 @@ def train(
     machine: Machine | None = None,
     mesh: Mesh | None = None,
     forecaster: Forecaster | None = None,
+    further: Sequence[Hook] = (),
+    trial: bool = False,
 ) -> Result:
     """Run `config` in `run_dir`. console: where a person reads along; None is silent.
 
     machine: measured figures of this machine, None measures them (or reads what was measured before). mesh: of this
     rank where the run is split over processes, each of which calls this; rank 0 alone writes and speaks. forecaster:
-    what predicts the run before its first step, for rank 0 to say.
+    what predicts the run before its first step, for rank 0 to say. further: called after each step, behind the run's
+    own hooks. trial: only losses are wanted: nothing is saved, and no compressor runs on the validation text.
     Raises `UserError` for what the user can fix, and `TrainingFailed` when the run cannot go on.
     """
     check_layout(config, mesh.layout.world_size if mesh else None)
@@ -85,9 +89,10 @@ def train(
         held.callback(log.close)
         _say_and_record(prepared, state, log, console)
         peak = job_peak(prepared.derived, prepared.machine, prepared.n_hosts)
-        hooks = _build_hooks(prepared, state, run_dir, storage, log, memory, console, peak.flops)
+        saved = None if trial else storage
+        hooks = _build_hooks(prepared, state, run_dir, saved, log, memory, console, peak.flops, further)
         memory_report.kept = hooks.checkpoints.kept
-        baselines = on_rank_0(mesh, lambda: _baselines(config, prepared.dataset, console))
+        baselines = {} if trial else on_rank_0(mesh, lambda: _baselines(config, prepared.dataset, console))
         record_start(log, state, prepared.derived, baselines, prepared.machine, peak)
         forecast = None
         if forecaster is not None and mesh.is_main:
@@ -132,15 +137,13 @@ class _Hooks:
     validation: Validation
     questions: Questions | None
     checkpoints: Checkpoints
+    further: Sequence[Hook]
 
     @property
     def all(self) -> list[Hook]:
         # Records of the split before the evaluation, which goes through the same executor.
-        return [
-            hook
-            for hook in (self.recording, self.health, self.split, self.validation, self.questions, self.checkpoints)
-            if hook is not None
-        ]
+        own = (self.recording, self.health, self.split, self.validation, self.questions, self.checkpoints)
+        return [*(hook for hook in own if hook is not None), *self.further]
 
 
 def _take_over(
@@ -186,11 +189,12 @@ def _build_hooks(
     prepared: Prepared,
     state: TrainState,
     run_dir: Path,
-    storage: Storage,
+    storage: Storage | None,
     log: RunLog,
     memory: MemoryMeter,
     console: Console,
     peak_flops: float,
+    further: Sequence[Hook],
 ) -> _Hooks:
     derived, dataset, loader = prepared.derived, prepared.dataset, prepared.loader
     config = derived.config
@@ -214,6 +218,7 @@ def _build_hooks(
         validation=Validation(log, terminal, derived, text, dataset, loader, prompts),
         questions=Questions(log, terminal, derived.tasks_every, questions) if questions else None,
         checkpoints=build_checkpoints(derived, state, dataset, log, terminal, storage, prepared.resumed),
+        further=further,
     )
 
 

@@ -38,7 +38,7 @@ class Checkpoints:
     log: RunLog
     terminal: Terminal
     derived: Derived
-    saver: Saver
+    saver: Saver | None  # None: nothing is ever saved
     pace: Pace
     dataset: Dataset
     latest: str | None = None
@@ -50,6 +50,8 @@ class Checkpoints:
     _staging: int = 0  # bytes of host memory held for copies
 
     def after_step(self, state: TrainState, done: StepDone) -> None:
+        if self.saver is None:
+            return
         if self.saver.in_flight:
             self._take(state, self.saver.poll())
         due = self.pace.is_due(done.step)
@@ -71,7 +73,7 @@ class Checkpoints:
     def begin(self, state: TrainState, *, may_skip: bool = False) -> None:
         """Begin to save unless this very step is saved already. may_skip: `checkpoint.when_busy` decides what happens
         where the save before is still being written; otherwise it is waited for."""
-        if self._saved_step == state.step:
+        if self.saver is None or self._saved_step == state.step:
             return
         if self.saver.in_flight:
             before = f"the save of step {self._saved_step} is still being written"
@@ -94,7 +96,7 @@ class Checkpoints:
 
     def finish(self, state: TrainState) -> None:
         """Wait for the save in flight, if there is one."""
-        if self.saver.in_flight:
+        if self.saver is not None and self.saver.in_flight:
             self._take(state, self.saver.wait())
 
     def stop(self, state: TrainState, deadline: Callable[[], float | None] = lambda: None) -> None:
@@ -176,11 +178,14 @@ def build_checkpoints(
     dataset: Dataset,
     log: RunLog,
     terminal: Terminal,
-    storage: Storage,
+    storage: Storage | None,
     resumed: Found | None,
 ) -> Checkpoints:
-    """storage: where this run's checkpoints go. resumed: the one that it goes on from, which is never removed."""
+    """storage: where this run's checkpoints go; None: nowhere. resumed: the one that it goes on from, which is never
+    removed."""
     config, mesh = derived.config, state.model.mesh
+    if storage is None:
+        return Checkpoints(log, terminal, derived, None, _pace(derived, state), dataset)
     settings = config.checkpoint
     goes_on_here = resumed is not None and storage.folder(resumed.candidate.name).label == resumed.checkpoint.label
     retention = Retention(

@@ -164,14 +164,14 @@ class Detector:
 
 @dataclass
 class Drift:
-    """A loss that rises over many steps. Blocks of `BLOCK` finite losses are compared by their medians; two in a row
+    """A loss that rises over many steps. Blocks of `size` finite losses are compared by their medians; two in a row
     above the lowest so far, by `SURE` standard errors and a tenth, are a divergence. It is told once, and again only
     after the loss has come back."""
 
-    BLOCK = 32
     SURE = 8.0
     LEAST = 0.1
 
+    size: int = 32
     block: list[float] = field(default_factory=list)
     lowest: float | None = None
     high: int = 0  # blocks in a row that were too high
@@ -181,12 +181,12 @@ class Drift:
         if not math.isfinite(loss):
             return None
         self.block.append(loss)
-        if len(self.block) < self.BLOCK:
+        if len(self.block) < self.size:
             return None
         level = statistics.median(self.block)
         deviation = DEVIATION * statistics.median(abs(each - level) for each in self.block)
         # Of a median: sqrt(pi / 2) times that of a mean; of a difference of two: sqrt(2) times that.
-        error = math.sqrt(math.pi / self.BLOCK) * deviation
+        error = math.sqrt(math.pi / self.size) * deviation
         lowest = self.lowest
         self.block = []
         if lowest is None or level <= lowest:
@@ -202,7 +202,7 @@ class Drift:
     def load_state(self, state: dict[str, Any]) -> None:
         """Raises KeyError, TypeError or ValueError for what is none."""
         block, lowest, high = _numbers(state["block"]), state["lowest"], state["high"]
-        if len(block) >= self.BLOCK or type(high) is not int or high < 0:
+        if len(block) >= self.size or type(high) is not int or high < 0:
             raise ValueError("a block has fewer values, and a count is a whole number")
         self.block, self.lowest, self.high = block, None if lowest is None else _numbers([lowest])[0], high
 
