@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from modelworks.parallel.child import _killed
 from modelworks.parallel.failures import (
     _oom_kills,
     explain_out_of_memory,
@@ -21,7 +22,6 @@ from modelworks.parallel.failures import (
 )
 from modelworks.parallel.hangs import State, explain_hang, state_of
 from modelworks.parallel.labels import Labels, Operation, create_slots, read_slot
-from modelworks.parallel.launching import _killed
 
 WORLD = (0, 1, 2, 3)
 

@@ -12,6 +12,8 @@ from modelworks.lazy_names import lazily
 if TYPE_CHECKING:
     from modelworks.parallel.apply import SplitModel as SplitModel
     from modelworks.parallel.apply import split_model as split_model
+    from modelworks.parallel.child import Child as Child
+    from modelworks.parallel.child import start_child as start_child
     from modelworks.parallel.collectives import Group as Group
     from modelworks.parallel.context import RingContext as RingContext
     from modelworks.parallel.context import UlyssesContext as UlyssesContext
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from modelworks.parallel.expert import shard_experts as shard_experts
     from modelworks.parallel.failures import explain_out_of_memory as explain_out_of_memory
     from modelworks.parallel.failures import is_out_of_memory as is_out_of_memory
+    from modelworks.parallel.failures import kernel_kills as kernel_kills
     from modelworks.parallel.gradients import Fill as Fill
     from modelworks.parallel.gradients import GradientStore as GradientStore
     from modelworks.parallel.gradients import build_gradient_store as build_gradient_store
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "state_allocator": "offload",
+    "Child": "child",
     "EdgeShapes": "pipeline.edges",
     "Fill": "gradients",
     "GradientStore": "gradients",
@@ -69,6 +73,7 @@ _HOME = {
     "is_out_of_memory": "failures",
     "joined": "world",
     "launch": "launching",
+    "kernel_kills": "failures",
     "process_group": "watch",
     "reduce_totals_": "expert",
     "row_order": "context",
@@ -77,6 +82,7 @@ _HOME = {
     "shard_tensor": "tensor",
     "single_process": "mesh",
     "split_model": "apply",
+    "start_child": "child",
     "world_reduce": "gradients",
 }
 

@@ -14,26 +14,23 @@ or the terminal would give them Ctrl-C as well.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from modelworks.config import UserError
+from modelworks.parallel.child import Child, start_child
 from modelworks.parallel.failures import kernel_kills
 from modelworks.parallel.labels import DIRECTORY_VARIABLE, LABELS_FILE, VERDICT_FILE, create_slots, read_slot
 
-_RANK_PROCESS = "modelworks.parallel.rank_process"
 _GRACE = 5.0  # seconds that the other ranks have to end by themselves once one has failed
 _FAREWELL = 30.0  # seconds for a rank that has given its result to leave
 
@@ -84,7 +81,7 @@ def launch(
             store = _open_store()  # while the ranks import what they need
             stop.ranks_are_told = True
             for rank in ranks:
-                rank.tell(target, dict(arguments), _place(rank.number, world_size, store.port, directory))
+                rank.child.tell(target, arguments, _place(rank.number, world_size, store.port, directory))
             _wait_for_all(ranks)
         finally:
             _end_all(ranks)
@@ -93,42 +90,16 @@ def launch(
 
 @dataclass
 class _Rank:
-    """outcome: what it sent (rank_process.py), or `killed`/`vanished` where it ended without a word."""
-
     number: int
-    process: subprocess.Popen[bytes]
-    control: socket.socket
-    log: Path | None
-    outcome: dict[str, Any] | None = None
-    received: bytearray = field(default_factory=bytearray)
+    child: Child
 
-    def tell(self, target: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
-        words = {"target": target, "arguments": arguments, "environment": environment, "path": sys.path}
-        text = json.dumps(words, allow_nan=True).encode() + b"\n"
-        try:
-            self.control.sendall(text)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # it is dead already, which reading from it will show
-
-    def listen(self) -> None:
-        """Take what the rank sent; the end of it without an outcome is the end of the rank."""
-        try:
-            data = self.control.recv(1 << 16)
-        except ConnectionResetError:
-            data = b""
-        self.received += data
-        if data and not self.received.endswith(b"\n"):
-            return
-        if data:
-            self.outcome = json.loads(self.received)
-            return
-        code = self.process.wait()
-        kind = "killed" if code < 0 else "vanished"
-        self.outcome = {"kind": kind, "code": code, "when": time.monotonic(), "lost": code == -signal.SIGABRT}
+    @property
+    def outcome(self) -> dict[str, Any] | None:
+        return self.child.outcome
 
     @property
     def failed(self) -> bool:
-        return self.outcome is not None and self.outcome["kind"] not in ("result", "exit")
+        return self.child.failed
 
 
 @dataclass
@@ -150,7 +121,7 @@ def _passing_on_signals(ranks: list[_Rank]) -> Iterator[_Stop]:
         if stop.signal is None:
             stop.signal = number
             for rank in ranks:
-                rank.process.send_signal(number)
+                rank.child.process.send_signal(number)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 
@@ -209,20 +180,7 @@ def _open_store() -> Any:
 
 
 def _start(number: int, directory: Path, environment: dict[str, str]) -> _Rank:
-    ours, theirs = socket.socketpair()
-    log = directory / f"rank-{number}.log" if number else None
-    command = [sys.executable, "-m", _RANK_PROCESS, str(os.getpid()), str(theirs.fileno())]
-    with theirs, open(log or os.devnull, "wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output if log else None,
-            stderr=output if log else None,
-            pass_fds=[theirs.fileno()],
-            process_group=0,
-        )
-    return _Rank(number, process, ours, log)
+    return _Rank(number, start_child(environment, directory / f"rank-{number}.log" if number else None))
 
 
 def _wait_for_all(ranks: list[_Rank]) -> None:
@@ -230,16 +188,16 @@ def _wait_for_all(ranks: list[_Rank]) -> None:
     limit: float | None = None
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
-            selector.register(rank.control, selectors.EVENT_READ, rank)
+            selector.register(rank.child.control, selectors.EVENT_READ, rank)
         while selector.get_map():
             ready = selector.select(None if limit is None else max(0.0, limit - time.monotonic()))
             if not ready and limit is not None and time.monotonic() >= limit:
                 return
             for key, _ in ready:
                 rank = key.data
-                rank.listen()
+                rank.child.listen()
                 if rank.outcome is not None:
-                    selector.unregister(rank.control)
+                    selector.unregister(rank.child.control)
                 if rank.failed and limit is None:
                     limit = time.monotonic() + _GRACE
 
@@ -249,14 +207,9 @@ def _end_all(ranks: list[_Rank]) -> None:
     limit = time.monotonic() + _FAREWELL
     for rank in ranks:
         if rank.outcome is None or rank.failed:
-            rank.process.kill()
+            rank.child.process.kill()
     for rank in ranks:
-        try:
-            rank.process.wait(max(0.0, limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            rank.process.wait()
-        rank.control.close()
+        rank.child.end(max(0.0, limit - time.monotonic()))
     if any(rank.outcome is None or rank.failed for rank in ranks) and sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h")  # a progress bar that was killed had hidden the cursor
         sys.stderr.flush()
@@ -288,18 +241,9 @@ def _failure(rank: _Rank, labels: Path, stop: _Stop, memory_ran_out: bool) -> Ba
     if kind == "killed" and stop.signal == -outcome["code"]:
         return SystemExit(128 - int(outcome["code"]))
     last = f"it was last doing: {read_slot(labels, rank.number) or 'start'}"
-    more = f"; its output is in {rank.log}" if rank.log and rank.log.stat().st_size else ""
+    log = rank.child.log
+    more = f"; its output is in {log}" if log and log.stat().st_size else ""
     if kind == "failure":
         message = f"rank {rank.number} failed: {outcome['type']}: {text} (at {outcome['place']}); {last}{more}"
         return RankFailed(message, rank.number, (outcome["type"], text), outcome["trace"])
-    if kind == "vanished":
-        message = f"rank {rank.number} ended with exit code {outcome['code']} without a word; {last}{more}"
-        return RankFailed(message, rank.number)
-    return RankFailed(f"rank {rank.number} was {_killed(-outcome['code'], memory_ran_out)}; {last}{more}", rank.number)
-
-
-def _killed(number: int, memory_ran_out: bool) -> str:
-    name = signal.Signals(number).name
-    if memory_ran_out and number == signal.SIGKILL:
-        return f"killed ({name}), perhaps out of memory: meanwhile the kernel ended a process for want of it"
-    return f"killed ({name})"
+    return RankFailed(f"rank {rank.number} {rank.child.describe_end(memory_ran_out)}; {last}{more}", rank.number)

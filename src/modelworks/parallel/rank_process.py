@@ -1,4 +1,4 @@
-"""One rank that `launch` started: `python -m modelworks.parallel.rank_process PARENT DESCRIPTOR`.
+"""A process started to call a function (child.py): `python -m modelworks.parallel.rank_process PARENT DESCRIPTOR`.
 
 The descriptor is a socket to the parent. One line of JSON comes from it (what to run), one goes back (how it ended).
 The process never outlives its parent: the kernel kills it then, and where it cannot, the closed socket ends it.
