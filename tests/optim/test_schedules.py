@@ -93,3 +93,10 @@ def test_rates_do_not_depend_on_what_was_asked_before() -> None:
     rate = make("wsd", shape="one-minus-sqrt")
     forward = [rate(step) for step in range(100)]
     assert [rate(step) for step in reversed(range(100))] == forward[::-1]
+
+
+def test_warmup_from_the_rate_of_a_base_batch() -> None:
+    """Goyal et al. 2017: equal steps from the base rate to the scaled one, which the last warmup update has."""
+    config = ScheduleConfig(name="constant")
+    rate = build_schedule(config, peak=3.2, total_steps=20, warmup_steps=5, start=0.1)
+    assert [rate(step) for step in range(6)] == pytest.approx([0.72, 1.34, 1.96, 2.58, 3.2, 3.2])

@@ -304,6 +304,9 @@ def _proposed(asked: Asked, run: RunConfig, hyper: Hyper, assumed: list[str]) ->
         assumed.append(f"global batch: {rows:,} rows, proposed by --hyper")
         run = with_values(run, {"train.global_batch": rows}, "--hyper")
     settings = {key: value for key, value in hyper.overrides.items() if key.startswith(("optimizer.", "schedule."))}
+    if run.optimizer.lr_scaling != "none" and "optimizer.lr" in settings:
+        settings["optimizer.base_batch"] = base = hyper.overrides["train.global_batch"]
+        assumed.append(f"optimizer.base_batch: {base:,} rows, which the rate proposed by --hyper is for")
     run = with_values(run, settings, "--hyper")
     return run, None if tokens is None else int(tokens)
 

@@ -37,6 +37,14 @@ if TYPE_CHECKING:
         load_run_config as load_run_config,
         parse_run_config as parse_run_config,
     )
+    from modelworks.config.lr_scaling import (
+        USUAL_RULES as USUAL_RULES,
+        ScaledRate as ScaledRate,
+        ScalingRule as ScalingRule,
+        UsualRule as UsualRule,
+        scale_factor as scale_factor,
+        scale_rate as scale_rate,
+    )
     from modelworks.config.model import ModelConfig as ModelConfig, RopeScaling as RopeScaling
     from modelworks.config.named_models import (
         preset as preset,
@@ -97,6 +105,7 @@ _OFFERS = {
     "errors": ["ConfigError", "Problem", "ProblemsError", "UserError", "nearest", "show_value"],
     "health": ["RUNGS", "HealthConfig", "Rung"],
     "load": ["dump_yaml", "load_run_config", "parse_run_config"],
+    "lr_scaling": ["USUAL_RULES", "ScaledRate", "ScalingRule", "UsualRule", "scale_factor", "scale_rate"],
     "model": ["ModelConfig", "RopeScaling"],
     "named_models": ["preset", "preset_names", "preset_source", "presets"],
     "quantities": ["Duration", "format_bytes", "format_count", "parse_bytes", "parse_count"],

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from modelworks.config.batch_checks import scaling_problems, unused_by_scaling
 from modelworks.config.counts import parameter_shapes
 from modelworks.config.errors import Problem, nearest
 from modelworks.config.model import ModelConfig
@@ -50,6 +51,8 @@ def cross_problems(sections: Sections) -> list[Problem]:
         problems += _schedule(train, sections.schedule, data)
     if model and sections.optimizer:
         problems += _patterns(model, sections.optimizer)
+    if train and sections.optimizer:
+        problems += scaling_problems(train, sections.optimizer, sections.schedule)
     if sections.evaluate:
         problems += _positive("evaluate.every", sections.evaluate.every)
         problems += _positive("evaluate.tasks_every", sections.evaluate.tasks_every)
@@ -83,6 +86,7 @@ def _unused(sections: Sections) -> Iterator[tuple[str, str]]:
         if not decays:
             yield "optimizer.no_decay", "optimizer.weight_decay is 0"
         yield from _unused_in_optimizer(optimizer)
+        yield from unused_by_scaling(optimizer)
     if schedule := sections.schedule:
         if schedule.name != "wsd":
             yield "schedule.decay", f"only wsd has a decay phase, and schedule.name is {schedule.name}"

@@ -15,6 +15,7 @@ from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_va
 from modelworks.config.checks import cross_problems
 from modelworks.config.errors import ProblemsError
 from modelworks.config.health import HealthConfig
+from modelworks.config.lr_scaling import ScaledRate, ScalingRule, scale_rate
 from modelworks.config.model import Frozen, Length, ModelConfig, Positive, Probability
 from modelworks.config.named_models import expand_model
 from modelworks.config.optimizers import OptimizerName, own_values
@@ -128,7 +129,8 @@ class OptimizerConfig(Frozen):
     orthogonal_steps: Annotated[Whole, Field(ge=1, le=20)] = 5  # muon: of Newton-Schulz
     orthogonal_dtype: Literal["own", "bf16"] = "own"  # muon: what they compute in; own: as the weights are updated
     update_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"  # muon
-    lr_scaling: Literal["none"] = "none"
+    lr_scaling: ScalingRule = "none"  # how the rate follows the global batch (`modelworks.config.lr_scaling`)
+    base_batch: Positive | None = None  # sequences: the global batch that `lr` belongs to
     groups: list[ParameterGroup] = []
 
     @model_validator(mode="wrap")
@@ -145,6 +147,7 @@ class OptimizerConfig(Frozen):
 class ScheduleConfig(Frozen):
     name: Literal["constant", "cosine", "linear", "wsd", "inverse-sqrt"] = "cosine"
     warmup: Duration = Duration(2, "percent")
+    warmup_from: Literal["zero", "base"] = "zero"  # base: optimizer.lr, before it is scaled to the batch
     floor: Share = 0.1  # the last rate as a share of the peak
     decay: Duration = Duration(20, "percent")  # wsd: the length of its last phase
     decay_shape: Literal["linear", "one-minus-sqrt", "cosine"] = "one-minus-sqrt"  # wsd
@@ -224,6 +227,13 @@ class RunConfig(Frozen):
     def rank_rows(self) -> int:
         """Rows of the global batch on one data-parallel rank."""
         return self.train.global_batch // (self.parallel.dp_replicate * self.parallel.dp_shard)
+
+    @property
+    def peak_rate(self) -> ScaledRate:
+        """The highest rate of the schedule: `optimizer.lr`, scaled to the global batch where that is asked for."""
+        optimizer = self.optimizer
+        base = optimizer.base_batch or self.train.global_batch
+        return scale_rate(optimizer.name, optimizer.lr, optimizer.lr_scaling, self.train.global_batch, base)
 
     @field_validator("model", mode="before")
     @classmethod

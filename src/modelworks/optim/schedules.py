@@ -3,7 +3,8 @@
 Update `s` (counted from 0, so `s` updates are done) is made with `rate(s)`. With peak P, W warmup steps, T total
 steps and floor share f:
 
-    warmup        P (s + 1) / W                          for s < W: the first update is not wasted on rate 0
+    warmup        P0 + (P - P0) (s + 1) / W              for s < W: the first update is not wasted on rate 0. P0 is 0,
+                  or the rate of a base batch that P was scaled from: Goyal et al. 2017 (1706.02677)
     after it      P (f + (1 - f) shape(x)),              x = (s - W) / (T - W) in [0, 1]
     cosine        shape = (1 + cos pi x) / 2             Loshchilov & Hutter 2016 (1608.03983)
     linear        shape = 1 - x
@@ -27,9 +28,16 @@ Schedule = Callable[[int], float]
 
 
 def build_schedule(
-    config: ScheduleConfig, *, peak: float, total_steps: int, warmup_steps: int, decay_steps: int = 0
+    config: ScheduleConfig,
+    *,
+    peak: float,
+    total_steps: int,
+    warmup_steps: int,
+    decay_steps: int = 0,
+    start: float = 0.0,
 ) -> Schedule:
-    """The rate for each update. `decay_steps` is the length of the last phase of `wsd`; others ignore it."""
+    """The rate for each update. `decay_steps` is the length of the last phase of `wsd`; others ignore it. start: the
+    rate that the warmup rises from."""
     if total_steps < 0 or warmup_steps < 0 or decay_steps < 0:
         raise ValueError("a schedule's lengths cannot be negative")
     floor = config.floor
@@ -38,7 +46,7 @@ def build_schedule(
 
     def rate(step: int) -> float:
         if step < warmup_steps:
-            return peak * (step + 1) / warmup_steps
+            return start + (peak - start) * (step + 1) / warmup_steps
         if config.name == "constant":
             return peak
         if config.name == "inverse-sqrt":

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from modelworks.config import ModelConfig, UserError, count_parameters, format_count
+from modelworks.config import ModelConfig, UserError, count_parameters, format_count, scale_factor
 from modelworks.plan.optimizer_bytes import check_optimizer_name
 from modelworks.plan.published_runs import PowerLaw, power_law, published_runs
 
@@ -155,7 +155,7 @@ def _rate(parameters: float, tokens: float, batch: float, optimizer: str) -> Sug
     if optimizer in ("sgd", "momentum", "lars"):
         return Suggestion("learning_rate", None, "", NEVER_PUBLISHED, "none", None)
     if optimizer == "lamb":
-        value = _two_digits(6.25e-4 * math.sqrt(batch / (512 * 128)))
+        value = _two_digits(6.25e-4 * scale_factor("sqrt", batch, 512 * 128))
         reason = "the rule of the paper for BERT-large, 6.25e-4 at 512 rows of 128 tokens and the root of the batch "
         reason += "beyond: a guess for another model"
         return Suggestion("learning_rate", value, "", reason, "1904.00962 table 4", (value / 4, value * 4))

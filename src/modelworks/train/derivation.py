@@ -80,10 +80,11 @@ class Derived:
     def schedule(self) -> Schedule:
         return build_schedule(
             self.config.schedule,
-            peak=self.config.optimizer.lr,
+            peak=self.config.peak_rate.lr,
             total_steps=self.total_steps,
             warmup_steps=self.warmup_steps,
             decay_steps=self.decay_steps,
+            start=self.config.optimizer.lr if self.config.schedule.warmup_from == "base" else 0.0,
         )
 
 
@@ -132,6 +133,9 @@ def derive(
 
     for key, value, reason in _own_values(config.optimizer):
         decide(key, value, reason)
+    if config.optimizer.lr_scaling != "none":
+        rate = config.peak_rate
+        decide("peak learning rate", f"{rate.lr:.4g}", rate.reason)
     steps = _Steps(train.global_batch * config.data.seq_len, steps_per_epoch)
     total = steps.of("train.duration", train.duration)
     decide("total steps", total, f"{train.duration} at {steps.tokens:,} tokens a step")

@@ -6,6 +6,6 @@ is where they are offered to people who tune.
 
 from __future__ import annotations
 
-from modelworks.config.lr_scaling import USUAL_RULES, ScaledRate, ScalingRule, UsualRule, scale_factor, scale_rate
+from modelworks.config import USUAL_RULES, ScaledRate, ScalingRule, UsualRule, scale_factor, scale_rate
 
 __all__ = ["USUAL_RULES", "ScaledRate", "ScalingRule", "UsualRule", "scale_factor", "scale_rate"]

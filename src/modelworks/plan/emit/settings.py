@@ -127,6 +127,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     values |= _section("train", train, *_OF_TRAIN, "z_loss", "label_smoothing")
     values |= _section("train.loss_scale", train.loss_scale, "initial", "growth_interval")
     values |= _section("optimizer", config.optimizer, "name", "lr", "betas", "eps", "weight_decay", "groups")
+    values["optimizer.lr"] = config.peak_rate.lr  # others know no rule, and need none
     values |= _section("schedule", schedule, "name", "floor", "decay_shape")
     values |= _section("parallel", parallel, *(key for key in ParallelConfig.model_fields))
     values["parallel.bucket_size"] = parallel.bucket_size  # bytes, not text
