@@ -12,10 +12,12 @@ import torch
 from split_jobs import MACHINE
 
 from modelworks.config import parse_run_config
+from modelworks.models import DocumentContext
 from modelworks.optim import build_optimizer
 from modelworks.parallel import Mesh, split_model
 from modelworks.train import PRECISIONS, TrainingFailed, data_rows, loop, train
-from modelworks.train.health import Watch
+from modelworks.train.health import Watch, micro_gradients
+from modelworks.train.health.noise import NoiseEstimate, Squares, estimate_noise
 from modelworks.train.precision import Precision
 from modelworks.train.step import train_step
 from modelworks.verify.batches import verification_batch
@@ -37,7 +39,7 @@ def figures(mesh: Mesh, overrides: list[str], precision: str = "float64") -> lis
     model.train()
     optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
     watch = Watch(config, model, optimizer, warmup_steps=0)
-    assert watch.layers is not None
+    assert watch.probes is not None
     found = []
     for step in range(2):
         watch.begin(step + 1)
@@ -46,8 +48,9 @@ def figures(mesh: Mesh, overrides: list[str], precision: str = "float64") -> lis
         result = train_step(
             model, optimizer, batch, config, step=step, lr=1e-2, micro_batch=1, precision=exact, watch=watch
         )
-        sums = mesh.group("world").all_reduce_(watch.layers.sums.clone())
-        row = {**asdict(watch.layers.figures(sums)), "norm": result.grad_norm}
+        found_now = watch.probes.collect(busy=1.0)
+        row = {**asdict(found_now.layers), "norm": result.grad_norm, "noise": found_now.noise}
+        row["disagreement"] = found_now.disagreement and found_now.disagreement.ranks
         if mesh.layout.world_size == 1:
             row["moved"] = {n: float((model.stored[n].detach() - before[n]).norm()) for n in before}
             row["weights"] = {n: float(before[n].norm()) for n in before}
@@ -86,3 +89,69 @@ def _with_poison(bad: dict[int, str], vocabulary: int) -> Any:
 
 def kinds(steps: Collection[int]) -> dict[int, str]:
     return dict.fromkeys(steps, "garbage")
+
+
+NOISE = """
+    model: {n_layers: 2, d_model: 32, n_heads: 4, n_kv_heads: 2, d_ff: 48, vocab_size: 64, max_seq_len: 16}
+    data: {seq_len: 16, tokenizer: none, packing: within-document}
+    train: {global_batch: 4, micro_batch: 1}
+    health: {layers_every: 1, spikes: "off"}
+"""
+
+
+def parts(mesh: Mesh, overrides: list[str], everything: bool = True) -> list[tuple[NoiseEstimate, list[float] | None]]:
+    """What two steps say of the gradient's noise and of the ranks' disagreement. everything: no sample but all."""
+    config = parse_run_config(NOISE, "test", overrides)
+    with patch.object(micro_gradients, "SAMPLE", 1 << 30 if everything else 256):
+        model = split_model(config, mesh, dtype=torch.float64)
+        model.train()
+        optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
+        watch = Watch(config, model, optimizer, warmup_steps=0)
+        assert watch.probes is not None
+        found = []
+        for step in range(2):
+            watch.begin(step + 1)
+            batch = verification_batch(config, step).rows(data_rows(model, config.train.global_batch))
+            micro_batch = int(config.train.micro_batch)
+            more: dict[str, Any] = {"step": step, "lr": 1e-2, "micro_batch": micro_batch, "precision": FLOAT64}
+            train_step(model, optimizer, batch, config, watch=watch, **more)
+            figures = watch.probes.collect(busy=1.0)
+            assert figures.noise is not None
+            found.append((figures.noise, figures.disagreement and figures.disagreement.ranks))
+    return found
+
+
+def plain_parts(
+    mesh: Mesh, overrides: list[str], dense: list[list[int]], experts: list[list[int]], ranks: list[list[int]]
+) -> tuple[NoiseEstimate, list[float]]:
+    """The same of the first step, by plain autograd on one row after the other. dense, experts: rows of each part.
+    ranks: rows of each data-parallel rank."""
+    config = parse_run_config(NOISE, "test", overrides)
+    model = split_model(config, mesh, dtype=torch.float64)
+    whole, batch = model.parts[0], verification_batch(config, 0)
+    total = float(batch.target_weight())
+    rows = []
+    for row in range(batch.n_rows):
+        one = batch.rows(slice(row, row + 1))
+        logits = whole.logits(whole(one.tokens, one.positions, DocumentContext(one.document_ids)))
+        losses = torch.nn.functional.cross_entropy(logits[0], one.targets[0], reduction="none")
+        named = list(whole.named_parameters())
+        gradients = torch.autograd.grad((losses * one.loss_weights[0]).sum() / total, [each for _, each in named])
+        rows.append(dict(zip([name for name, _ in named], gradients, strict=True)))
+    shares = [float(batch.rows(slice(row, row + 1)).target_weight()) / total for row in range(batch.n_rows)]
+
+    def flat(some: list[int], names: list[str]) -> torch.Tensor:
+        return torch.cat([torch.stack([rows[row][name] for row in some]).sum(0).flatten() for name in names])
+
+    groups = []
+    everywhere = [name for name in rows[0] if ".experts." not in name]
+    for cut, names in ((dense, everywhere), (experts, [name for name in rows[0] if ".experts." in name])):
+        if names:
+            vectors = torch.stack([flat(part, names) for part in cut])
+            overlap = sum(sum(shares[row] for row in part) ** 2 for part in cut)
+            groups.append(Squares(float(vectors.sum(0).square().sum()), float(vectors.square().sum()), overlap))
+    noise = estimate_noise(groups, sequences=batch.n_rows, targets=total)
+    assert noise is not None
+    mean = flat(list(range(batch.n_rows)), everywhere)
+    own = [flat(some, everywhere) / sum(shares[row] for row in some) for some in ranks]
+    return noise, [float((each - mean).norm() / mean.norm()) for each in own]

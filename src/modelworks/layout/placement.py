@@ -71,6 +71,7 @@ class ParameterPlan:
     computed: what the rank computes with, after pipeline, tensor and expert parallelism.
     stored: what its optimiser updates and its checkpoint counts; also cut by ZeRO, along `zero_dimension`.
     sums: groups, beyond the data-parallel ones, over which this rank's gradient is only a partial sum.
+    first_copy: whether this rank, of those that see the same tokens and hold the same elements, is the first.
     experts: whether it is an expert's, whose gradient is reduced over expert_shard and expert_replicate
     instead of shard and dp_replicate.
     """
@@ -79,6 +80,7 @@ class ParameterPlan:
     stored: ShardSpec
     zero_dimension: int | None = None
     sums: tuple[str, ...] = ()
+    first_copy: bool = True
     experts: bool = False
 
     def named(self, name: str) -> ParameterPlan:
@@ -206,7 +208,7 @@ def _plan(
     if name == "embedding.weight" and model.tie_embeddings and layout.pp > 1 and not both_ends:
         sums.append("tied")
         first_copy = first_copy and here.pp == 0
-    plan = ParameterPlan(spec, spec, None, tuple(sums), experts)
+    plan = ParameterPlan(spec, spec, None, tuple(sums), first_copy, experts)
     shards, place = here.size(plan.shard_group), here.place(plan.shard_group)
     replicas = here.place(plan.replicate_group)
     stored, dimension = spec, None

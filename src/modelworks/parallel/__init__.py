@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from modelworks.parallel.failures import explain_out_of_memory as explain_out_of_memory
     from modelworks.parallel.failures import is_out_of_memory as is_out_of_memory
     from modelworks.parallel.failures import kernel_kills as kernel_kills
+    from modelworks.parallel.gradient_watch import GradientWatch as GradientWatch
     from modelworks.parallel.gradients import Fill as Fill
     from modelworks.parallel.gradients import GradientStore as GradientStore
     from modelworks.parallel.gradients import build_gradient_store as build_gradient_store
@@ -53,6 +54,7 @@ _HOME = {
     "EdgeShapes": "pipeline.edges",
     "Fill": "gradients",
     "GradientStore": "gradients",
+    "GradientWatch": "gradient_watch",
     "Group": "collectives",
     "Labels": "labels",
     "Mesh": "mesh",

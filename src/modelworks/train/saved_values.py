@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modelworks.train.health import Monitor
+from modelworks.train.health import Monitor, NoiseScale
 from modelworks.train.precision import LossScaler
 
 _SHOWN = 80  # characters of a value that makes no sense
@@ -53,6 +53,16 @@ class SavedValues:
             monitor.load_state(state)
         except (KeyError, TypeError, ValueError):
             raise _wrong("health", state, "what a monitor saved, or null") from None
+
+    def set_noise(self, noise: NoiseScale) -> None:
+        """A run that did not measure it has none; the average then begins anew."""
+        state = self.values.get("noise")
+        if state is None:
+            return
+        try:
+            noise.load_state(state)
+        except (KeyError, TypeError, ValueError):
+            raise _wrong("noise", state, "averages that a run saved, or null") from None
 
     def _get(self, key: str) -> Any:
         if key not in self.values:

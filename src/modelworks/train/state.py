@@ -85,6 +85,8 @@ class TrainState:
             self.best = saved.best()
             if self.watch and self.watch.monitor:
                 saved.set_health(self.watch.monitor)
+            if self.watch:
+                saved.set_noise(self.watch.noise)
             set_expert_biases(
                 self.model, {name: reader.whole("routing", name) for name in checkpoint.shapes("routing")}
             )
@@ -124,5 +126,6 @@ class TrainState:
             "loader_step": self.step,
             "loss_scaler": self.scaler.state() if self.scaler else None,
             "health": self.watch.monitor.state() if self.watch and self.watch.monitor else None,
+            "noise": self.watch.noise.state() if self.watch else None,
             "best": self.best and {"value": self.best[0], "step": self.best[1]},
         }

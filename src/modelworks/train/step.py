@@ -24,7 +24,7 @@ from torch import Tensor
 from modelworks.config import RunConfig, UserError
 from modelworks.data.batch import Batch
 from modelworks.optim import Optimizer, clip_gradients
-from modelworks.parallel import SplitModel, world_reduce
+from modelworks.parallel import GradientWatch, SplitModel, world_reduce
 from modelworks.train.experts import balance_experts
 from modelworks.train.health import Judgement, Watch
 from modelworks.train.micro_batches import MicroBatches
@@ -89,7 +89,7 @@ def train_step(
     """
     scale = scaler.scale if scaler else 1.0
     gradients = compute_gradients(
-        model, batch, config, step=step, micro_batch=micro_batch, precision=precision, loss_scale=scale
+        model, batch, config, step=step, micro_batch=micro_batch, precision=precision, loss_scale=scale, watch=watch
     )
     return apply_gradients(model, optimizer, gradients, config, lr=lr, loss_scale=scale, scaler=scaler, watch=watch)
 
@@ -103,6 +103,7 @@ def compute_gradients(
     micro_batch: int,
     precision: Precision,
     loss_scale: float = 1.0,
+    watch: Watch | None = None,
 ) -> Gradients:
     """Forward and backward passes of all micro-batches, and the reductions over ranks.
 
@@ -125,7 +126,14 @@ def compute_gradients(
     )
     model.gradients.begin_step(len(parts))
     executor = model.executor(len(parts))
-    executor.run(len(parts), micro.forward, training=True, edge_shapes=micro.edge_shapes)
+    seen = watch.before_passes(parts, total, loss_scale) if watch else None
+    executor.watch = GradientWatch(model.gradients, seen) if seen else None
+    try:
+        executor.run(len(parts), micro.forward, training=True, edge_shapes=micro.edge_shapes)
+    finally:
+        if executor.watch:
+            executor.watch.close()
+        executor.watch = None
     return Gradients(model.gradients.finish(), global_loss(model, micro, total), micro)
 
 

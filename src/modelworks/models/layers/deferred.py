@@ -31,6 +31,7 @@ class DeferredWeights:
 
     def __init__(self) -> None:
         self.active = False  # whether linear maps that run now will have their backward pass in two halves
+        self.watcher: Callable[[nn.Parameter, Tensor], None] | None = None  # shown each gradient before it is added
         self._waiting: dict[int, list[Callable[[], None]]] = {}
         self._current: list[Callable[[], None]] | None = None
 
@@ -74,9 +75,22 @@ class DeferredWeights:
         def make() -> None:
             product = outputs.T @ rows
             for parameter, part in zip(parameters, torch.split(product, [len(p) for p in parameters]), strict=True):
-                accumulate(parameter, part)
+                self.accumulate(parameter, part)
 
         self.put_off(make)
+
+    def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add to `grad` as autograd does it: in the parameter's dtype, a first gradient taken as it is."""
+        if not parameter.requires_grad:
+            return
+        if self.watcher is not None:
+            self.watcher(parameter, gradient)
+        if parameter.grad is None:
+            parameter.grad = gradient.to(
+                parameter.dtype, memory_format=torch.contiguous_format, copy=not _owns(gradient)
+            )
+        else:
+            parameter.grad += gradient.to(parameter.dtype)
 
     def put_off(self, make: Callable[[], None]) -> None:
         """make: makes a weight's gradient and accumulates it. Called by `run`, or now in an ordinary backward pass."""
@@ -154,16 +168,6 @@ class _DeferredLinear(torch.autograd.Function):
         input_gradient = gradient @ weight
         bias_gradient = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return input_gradient, None, bias_gradient, None, None
-
-
-def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """As autograd does it: in the parameter's dtype, a first gradient taken as it is."""
-    if not parameter.requires_grad:
-        return
-    if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype, memory_format=torch.contiguous_format, copy=not _owns(gradient))
-    else:
-        parameter.grad += gradient.to(parameter.dtype)
 
 
 def _owns(gradient: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from modelworks.models.layers.deferred import DeferredWeights, accumulate, can_defer
+from modelworks.models.layers.deferred import DeferredWeights, can_defer
 from modelworks.models.operators import on_fake_tensors, operator
 
 
@@ -71,7 +71,8 @@ class _DeferredGroupedLinear(torch.autograd.Function):
         rows, weight, counts = ctx.saved_tensors
         parameter, gradient, rows = ctx.parameter, gradient.contiguous(), rows.detach()
         if parameter.requires_grad:
-            ctx.deferred.put_off(lambda: accumulate(parameter, grouped_outer(gradient, rows, counts)))
+            deferred = ctx.deferred
+            deferred.put_off(lambda: deferred.accumulate(parameter, grouped_outer(gradient, rows, counts)))
         return grouped_mm(gradient, weight.transpose(1, 2), counts), None, None, None, None
 
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from modelworks.layout.pipeline import Action, Program, Timed, forward_program, stage_ranks, validate_program
 from modelworks.models import Transformer
 from modelworks.models.layers.deferred import DeferredWeights, defer_weights
+from modelworks.parallel.gradient_watch import GradientWatch
 from modelworks.parallel.gradients import GradientStore
 from modelworks.parallel.mesh import Mesh
 from modelworks.parallel.pipeline.edges import Edges, EdgeShapes
@@ -37,7 +38,8 @@ class PipelineExecutor:
     """Runs a program on this rank.
 
     program: for every rank of the pipeline. parts: this rank's stages. gradients: told before and after each backward,
-    and to gather, free and reduce; None where gradients just add up in `grad`. record: keep `timeline`.
+    and to gather, free and reduce; None where gradients just add up in `grad`. record: keep `timeline`. watch: sees
+    each gradient of the runs to come.
     Raises ValueError where the program is wrong or does not belong to these parts.
 
     peak_held: stage -> most micro-batches whose activations it held at once in the last run; peak_held_together: of
@@ -72,6 +74,7 @@ class PipelineExecutor:
         }
         split = {action.stage for action in program[mesh.place("pp")] if action.kind == "backward_weight"}
         self.deferred: dict[int, DeferredWeights] = {stage: defer_weights(parts[stage]) for stage in sorted(split)}
+        self.watch: GradientWatch | None = None
         self.peak_held: dict[int, int] = {}
         self.peak_held_together = 0
         self.timeline: list[Timed] = []
@@ -163,6 +166,7 @@ class _Run:
         }
         for deferred in self.executor.deferred.values():
             deferred.clear()
+            deferred.watcher = self.executor.watch.added if self.executor.watch else None
         labels = self.executor.mesh.labels
         for action in self.actions:
             if len(self.executor.program) > 1:
@@ -205,6 +209,8 @@ class _Run:
         store, names, split = self.executor.gradients, self.executor.names[stage], kind == "backward_input"
         if store is not None:
             store.before_backward(names, last=(stage, micro_batch) in self.last, deferred=split)
+        if self.executor.watch is not None:
+            self.executor.watch.before_backward(micro_batch, names)
         with self.timed(action), self.collecting(action):
             if roots:
                 torch.autograd.backward(roots, starts)
@@ -217,6 +223,8 @@ class _Run:
 
     def backward_weight(self, action: Action) -> None:
         _, stage, micro_batch = action
+        if self.executor.watch is not None:
+            self.executor.watch.before_backward(micro_batch, self.executor.names[stage])
         with self.timed(action):
             self.executor.deferred[stage].run(micro_batch)
         if self.executor.gradients is not None:

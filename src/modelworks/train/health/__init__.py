@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from modelworks.train.health.detector import Detector, Drift, Spike
 from modelworks.train.health.monitor import Judgement, Monitor
+from modelworks.train.health.noise import NoiseScale
 from modelworks.train.health.watch import Watch
 
-__all__ = ["Detector", "Drift", "Judgement", "Monitor", "Spike", "Watch"]
+__all__ = ["Detector", "Drift", "Judgement", "Monitor", "NoiseScale", "Spike", "Watch"]

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelworks.layout import ShardSpec
 from modelworks.optim import Split
+from modelworks.train.health.elements import Elements
 
 SAMPLE = 4096  # elements of one tensor
 _GRADIENT, _WEIGHT, _SAMPLED_WEIGHT, _SAMPLED_UPDATE = range(4)
@@ -38,25 +38,28 @@ class LayerFigures:
 
 class LayerProbe:
     """Of one rank. split: how the parameters lie in the whole model. Call in this order within one step, on every rank:
-    `gradients`, and if there is an update `before` and `after` it; then `sums` holds this rank's contribution."""
+    `gradients`, and if there is an update `before` and `after` it; then `sums` holds this rank's contribution.
+
+    counted: the names whose elements this rank counts."""
 
     def __init__(self, split: Split) -> None:
         self.layers = list(dict.fromkeys(map(layer_of, split.shapes)))
         places = {layer: place for place, layer in enumerate(self.layers)}
         self._place = {name: places[layer_of(name)] for name in split.shapes}
-        self._samples = {name: _Sample(spec) for name, spec in split.specs.items() if spec.counted and spec.n_local}
+        self.counted = [name for name, spec in split.specs.items() if spec.counted and spec.n_local]
+        self._samples = {name: Elements(split.specs[name], SAMPLE) for name in self.counted}
         self._kept: dict[str, Tensor] = {}
         self.sums = self._zeros()
 
-    def gradients(self, by_name: Mapping[str, Tensor]) -> None:
-        """by_name: of this rank's shards, before they are clipped."""
+    def gradients(self, squares: Mapping[str, float]) -> None:
+        """squares: `squared_norms` of the gradients of this rank's shards, before they are clipped."""
         self.sums = self._zeros()
-        self._add_squares(by_name, _GRADIENT)
+        self._add(squares, _GRADIENT)
 
     @torch.no_grad()
     def before(self, weights: Mapping[str, Tensor]) -> None:
         """weights: what the optimiser updates, by parameter name."""
-        self._add_squares(weights, _WEIGHT)
+        self._add(squared_norms({name: weights[name] for name in self.counted if name in weights}), _WEIGHT)
         self._kept = {name: sample.of(weights[name]) for name, sample in self._samples.items() if name in weights}
 
     @torch.no_grad()
@@ -79,12 +82,9 @@ class LayerProbe:
             [math.sqrt(update / weight) if weight else 0.0 for update, weight in moved],
         )
 
-    def _add_squares(self, tensors: Mapping[str, Tensor], column: int) -> None:
-        own = {name: tensors[name] for name in self._samples if name in tensors}
-        if not own:
-            return
-        for name, norm in zip(own, _norms(list(own.values())), strict=True):
-            self.sums[self._place[name], column] += norm**2
+    def _add(self, squares: Mapping[str, float], column: int) -> None:
+        for name, square in squares.items():
+            self.sums[self._place[name], column] += square
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self.layers), 4, dtype=torch.float64)
@@ -96,31 +96,10 @@ def layer_of(name: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
 
 
-class _Sample:
-    """Elements on an even grid over the whole tensor, of which this rank has some. weight: elements for each one."""
-
-    def __init__(self, spec: ShardSpec) -> None:
-        dimensions = max(1, len(spec.shape))
-        each = max(1, int(SAMPLE ** (1 / dimensions) + 1e-9))
-        chosen = [_grid(size, each) for size in spec.shape]
-        self.weight = math.prod(spec.shape) / math.prod(len(places) for places in chosen)
-        own = [
-            [place - start for place in places if start <= place < stop]
-            for places, (start, stop) in zip(chosen, spec.bounds, strict=True)
-        ]
-        self._index = torch.meshgrid(*map(torch.tensor, own), indexing="ij") if own else ()
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """A copy, in float64."""
-        return tensor[tuple(index.long().to(tensor.device) for index in self._index)].double()
-
-
-def _grid(size: int, count: int) -> list[int]:
-    count = min(size, count)
-    return [place * size // count for place in range(count)]
-
-
-def _norms(tensors: list[Tensor]) -> list[float]:
+def squared_norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Of each tensor, summed in at least float32; one transfer from a device for all."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack([torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors]).tolist()
+    if not tensors:
+        return {}
+    wide = torch.promote_types(next(iter(tensors.values())).dtype, torch.float32)
+    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors.values()])
+    return dict(zip(tensors, norms.double().square().tolist(), strict=True))

@@ -51,14 +51,18 @@ class NoiseEstimate:
     square: float
     targets: float
 
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.trace) and math.isfinite(self.square)
+
 
 def estimate_noise(groups: Iterable[Squares], *, sequences: int, targets: float) -> NoiseEstimate | None:
     """From one step. sequences, targets: of the global batch; targets in loss weight. None where no group has two
-    parts, or a norm is not finite."""
-    parted = [group for group in groups if group.overlap < 1.0]
-    variance = math.fsum((one.small - one.overlap * one.large) / (1 - one.overlap) for one in parted)
-    square = math.fsum((one.large - one.small) / (1 - one.overlap) for one in parted)
-    if not parted or not math.isfinite(variance) or not math.isfinite(square):
+    parts."""
+    parted = [group for group in groups if group.overlap < 1.0 - 1e-9]  # shares are rounded
+    variance = sum((one.small - one.overlap * one.large) / (1 - one.overlap) for one in parted)
+    square = sum((one.large - one.small) / (1 - one.overlap) for one in parted)
+    if not parted:
         return None
     return NoiseEstimate(variance * sequences, square, targets / sequences)
 

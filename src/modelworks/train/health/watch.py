@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from modelworks.config import RunConfig
+from modelworks.data.batch import Batch
 from modelworks.optim import Optimizer
 from modelworks.parallel import SplitModel
-from modelworks.train.health.layers import LayerProbe
 from modelworks.train.health.monitor import Judgement, Monitor
+from modelworks.train.health.noise import NoiseScale
+from modelworks.train.health.probes import Probes
 
 
 class Watch:
-    """monitor: judges steps; None: nobody does. layers: figures of layers; None where they are never wanted."""
+    """monitor: judges steps; None: nobody does. probes: what is measured; None where that is never wanted. noise: the
+    average of what they found of the gradient's noise."""
 
     def __init__(self, config: RunConfig, model: SplitModel, optimizer: Optimizer, *, warmup_steps: int) -> None:
         health, grad_clip = config.health, config.train.grad_clip
         self.monitor: Monitor | None = None
         if health.spikes != "off":
             self.monitor = Monitor(health, warmup_steps=warmup_steps, grad_clip=grad_clip)
-        self.layers = LayerProbe(model.split) if health.layers_every else None
+        self.probes = Probes(model) if health.layers_every else None
+        self.noise = NoiseScale()
         self._every, self._grad_clip = health.layers_every, grad_clip
         self._model, self._optimizer = model, optimizer
         self._updated: dict[str, Tensor] | None = None
@@ -41,24 +45,31 @@ class Watch:
         return self.monitor.clip_at(self.step) if self.monitor else self._grad_clip
 
     @property
-    def measures(self) -> LayerProbe | None:
-        """The probe, in a step whose layers are measured."""
-        return self.layers if self._every and self.step % self._every == 0 else None
+    def measures(self) -> Probes | None:
+        """The probes, in a step that is measured."""
+        return self.probes if self._every and self.step % self._every == 0 else None
+
+    def before_passes(
+        self, parts: Sequence[Batch], targets: float, scale: float
+    ) -> Callable[[str, int, Tensor], None] | None:
+        """See `Probes.before_passes`."""
+        probes = self.measures
+        return probes.before_passes(self.step, parts, targets, scale) if probes else None
 
     def before_clipping(self, gradients: Mapping[str, Tensor]) -> None:
-        if probe := self.measures:
-            probe.gradients(gradients)
+        if probes := self.measures:
+            probes.before_clipping(gradients)
 
     def judge(self, loss: float, norm: float) -> Judgement | None:
         return self.monitor.judge(self.step, loss, norm) if self.monitor else None
 
     def before_update(self) -> None:
-        if probe := self.measures:
-            probe.before(self._weights)
+        if probes := self.measures:
+            probes.before_update(self._weights)
 
     def after_update(self) -> None:
-        if probe := self.measures:
-            probe.after(self._weights)
+        if probes := self.measures:
+            probes.after_update(self._weights)
 
     @property
     def _weights(self) -> dict[str, Tensor]:
