@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from modelworks.cli.tune_batch import batch
+from modelworks.cli.tune_lr import lr
 
-commands = {"batch": batch}
+commands = {"batch": batch, "lr": lr}

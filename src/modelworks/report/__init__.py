@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from modelworks.report.comparison import write_comparison
 from modelworks.report.plan_page import write_plan
+from modelworks.report.rates import write_rates
 from modelworks.report.run_report import write_report
 
-__all__ = ["write_comparison", "write_plan", "write_report"]
+__all__ = ["write_comparison", "write_plan", "write_rates", "write_report"]

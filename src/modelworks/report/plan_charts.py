@@ -117,7 +117,7 @@ def scatter(
     """Step time against bytes, both logarithmic. best: (bytes, seconds, layout) of the ranked ones, the first first."""
     sizes = [*points["memory_bytes"], *(size for size, _, _ in best)] + ([limit] if limit else [])
     times = [*points["step_seconds"], *(time for _, time, _ in best)]
-    across, up = _Axis(sizes, _LEFT, WIDTH - 8), _Axis(times, _HEIGHT - _BELOW, 8)
+    across, up = LogAxis(sizes, _LEFT, WIDTH - 8), LogAxis(times, _HEIGHT - _BELOW, 8)
     dots = [
         {"x": across.at(size), "y": up.at(time), "fits": bool(fits)}
         for size, time, fits in zip(points["memory_bytes"], points["step_seconds"], points["fits"], strict=True)
@@ -138,7 +138,7 @@ def scatter(
     }
 
 
-class _Axis:
+class LogAxis:
     """A logarithmic axis from the smallest to the largest value, a little wider."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from modelworks.train.preparation import measure as measure
     from modelworks.train.result import Result as Result
     from modelworks.train.resuming import newest_checkpoint as newest_checkpoint
+    from modelworks.train.start import check_vocabulary as check_vocabulary
     from modelworks.train.step import NonFiniteStep as NonFiniteStep
     from modelworks.train.step import apply_gradients as apply_gradients
     from modelworks.train.step import compute_gradients as compute_gradients
@@ -48,6 +49,7 @@ _HOME = {
     "TrainingFailed": "loop",
     "apply_gradients": "step",
     "check_references": "preparation",
+    "check_vocabulary": "start",
     "compute_gradients": "step",
     "data_rows": "step",
     "derive": "derivation",

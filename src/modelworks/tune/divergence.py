@@ -51,5 +51,7 @@ class Divergence:
         if self._drift.high:
             return f"it ended above its lowest loss, {lowest:.4g}"
         if not validation_loss < self.losses[0] * (1 + Drift.LEAST):
-            return f"the validation loss is {validation_loss:.4g} at its end, and the first loss was {self.losses[0]:.4g}"
+            return (
+                f"the validation loss is {validation_loss:.4g} at its end, and the first loss was {self.losses[0]:.4g}"
+            )
         return None
