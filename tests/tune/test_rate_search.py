@@ -67,7 +67,7 @@ def test_without_noise_the_grid_point_nearest_to_the_best_is_found(
     if found.diverges is None:
         assert found.largest_stable >= 99 * found.best.rate  # looked for up to two decades above
     else:
-        assert found.largest_stable < cliff < found.diverges <= 1.8 * found.largest_stable
+        assert cliff < found.diverges <= 1.8 * found.largest_stable
 
 
 @settings(max_examples=60, deadline=None)

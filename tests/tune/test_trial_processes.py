@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import trial_jobs
 
-from modelworks.config import UserError, dump_yaml
+from modelworks.config import UserError, dump_yaml, parse_run_config
 from modelworks.hardware import facts
+from modelworks.layout import Layout
 from modelworks.tune import LocalRunner, Outcome, Setup, Trial, local, trial_process
 
 TRIALS = [Trial(1e-2, 0), Trial(1e-2, 1)]
@@ -67,21 +68,36 @@ def test_two_trials_run_at_the_same_time_on_half_the_cores_each(
     }
 
 
-@pytest.mark.slow
-def test_a_split_trial_trains_as_a_whole_one_and_diverges_as_one(
-    tiny_config: Callable[..., Any], tiny_machine: Any, tmp_path: Path
-) -> None:
-    def outcome(name: str, *overrides: str) -> dict[str, Any]:
-        config = tiny_config("train.duration=16 steps", "evaluate.every=16 steps", *overrides)
-        return trial_process.run(dump_yaml(config), str(tmp_path / name), asdict(tiny_machine))
+def settings(tiny_config: Callable[..., Any], *overrides: str) -> str:
+    return dump_yaml(tiny_config("train.duration=16 steps", "evaluate.every=16 steps", *overrides))
 
-    whole = outcome("whole")
-    split = outcome("split", "parallel.dp_replicate=2")
+
+def rank(mesh: Any, config: str, directory: str, machine: dict[str, Any]) -> dict[str, Any]:
+    return trial_process.train_trial(parse_run_config(config, ""), Path(directory), machine, mesh)
+
+
+@pytest.mark.slow
+def test_a_split_trial_trains_as_a_whole_one(
+    tiny_config: Callable[..., Any], tiny_machine: Any, tmp_path: Path, workers: Any
+) -> None:
+    machine = asdict(tiny_machine)
+    whole = trial_process.run(settings(tiny_config), str(tmp_path / "whole"), machine)
+    config = settings(tiny_config, "parallel.dp_replicate=2")
+    split, other = workers.run(rank, Layout(dp_replicate=2), config, str(tmp_path / "split"), machine)
+    assert split == other
     assert whole["status"] == split["status"] == "finished"
     assert split["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    assert split["steps"] == 16
     assert split["curve"] == [[step, pytest.approx(value, rel=1e-4)] for step, value in whole["curve"]]
-    assert not (tmp_path / "split" / "checkpoints" / "step-00000016").exists()
-    wild = outcome("wild", "parallel.dp_replicate=2", "optimizer.lr=1e30", "train.grad_clip=null")
-    assert (wild["status"], wild["loss"]) == ("diverged", None)
-    assert wild["reason"]
+    assert (split["steps"], len(split["curve"])) == (16, 16)
+    assert not list(tmp_path.glob("*/checkpoints/step*"))
+
+
+@pytest.mark.slow
+def test_ranks_that_a_trial_starts_diverge_together(
+    tiny_config: Callable[..., Any], tiny_machine: Any, tmp_path: Path
+) -> None:
+    config = settings(tiny_config, "parallel.dp_replicate=2", "optimizer.lr=1e30", "train.grad_clip=null")
+    row = trial_process.run(config, str(tmp_path / "wild"), asdict(tiny_machine))
+    assert (row["status"], row["loss"]) == ("diverged", None)
+    assert row["steps"] < 16
+    assert row["reason"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from modelworks.cli import main as frame
 from modelworks.config import dump_yaml
 from modelworks.records import read_records
 from modelworks.train import train
-from modelworks.tune import LocalRunner, setup
+from modelworks.tune import LocalRunner, Outcome, Trial, setup
 
 RATES = "1e-3,1e-2,1e30"
 
@@ -58,7 +59,8 @@ def test_mistakes_are_told_in_one_line(
     assert frame.main(["tune", "lr", str(config), *arguments]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert message in error
-    assert not Path("runs/tiny/tune-lr/trials.jsonl").exists() or "Ray" in message
+    store = Path("runs/tiny/tune-lr/trials.jsonl")
+    assert "Ray" in message or not store.exists() or store.stat().st_size == 0
 
 
 def test_torchrun_is_refused(config: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,39 +105,43 @@ def test_trials_train_as_a_run_does_and_are_kept(
     assert frame.main(command) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["trials"] == result["trials"]
     # Trials of another configuration are not taken for these.
-    assert frame.main([*command, "optimizer.weight_decay=0"]) == 2
-    assert "something else (optimizer.weight_decay: 0.1 -> 0.0)" in capfd.readouterr().err
+    assert frame.main([*command, "optimizer.eps=1e-7"]) == 2
+    assert "something else (optimizer.eps: 1e-08 -> 1e-07)" in capfd.readouterr().err
+
+
+def test_a_signal_ends_the_search_and_keeps_what_is_finished(
+    config: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_and_a_signal(self: LocalRunner, trials: Sequence[Trial]) -> Iterator[Outcome]:
+        yield Outcome(trials[0], "finished", 3.0, 3.0, 40, 1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield pytest.fail("the search went on")
+
+    monkeypatch.setattr(LocalRunner, "run", one_and_a_signal)
+    assert frame.main(["tune", "lr", str(config), "--share", "10%", "--rates", RATES, "--json"]) == 75
+    captured = capfd.readouterr()
+    assert "stopped by SIGTERM: 1 trials are kept in runs/tiny/tune-lr; the same command goes on" in captured.err
+    result = json.loads(captured.out.splitlines()[-1])
+    assert (result["stopped_by"], [row["rate"] for row in result["trials"]]) == ("SIGTERM", [1e-3])
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.slow
-def test_a_signal_or_a_kill_costs_no_finished_trial(config: Path) -> None:
-    """Ended by SIGTERM after its first outcome, killed after its second, and then let go on."""
-    command = [sys.executable, "-m", "modelworks", "tune", "lr", str(config), "--share", "10%", "--rates", RATES]
-    command += ["--seeds", "1"]
-
-    def ended_by(number: signal.Signals) -> tuple[int, str]:
-        """After the first outcome that it tells; with its exit code and what it said then."""
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            assert process.stdout is not None
-            assert any(line.startswith("rate ") for line in process.stdout)
-            children = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(number)
-            said = process.stdout.read()
-            code = process.wait()
-        assert psutil.wait_procs(children, timeout=30)[1] == []
-        return code, said
-
-    def stored() -> list[dict[str, Any]]:
-        lines = Path("runs/tiny/tune-lr/trials.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines[1:]]
-
-    code, said = ended_by(signal.SIGTERM)
-    assert code == 75
-    assert "stopped by SIGTERM: 1 trials are kept in runs/tiny/tune-lr; the same command goes on with them" in said
-    first = stored()
-    assert [row["rate"] for row in first] == [1e-3]
-    assert ended_by(signal.SIGKILL)[0] == -signal.SIGKILL
-    assert stored()[:1] == first
-    result = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, check=True, text=True).stdout
-    assert len(json.loads(result.splitlines()[-1])["trials"]) == 3
-    assert [row["rate"] for row in stored()] == [1e-3, 1e-2, 1e30]
+def test_a_kill_costs_no_finished_trial_and_leaves_no_process(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Killed after its first outcome, while the second trial runs; then let go on."""
+    arguments = ["tune", "lr", str(config), "--share", "10%", "--rates", "1e-3,1e-2", "--seeds", "1"]
+    command = [sys.executable, "-m", "modelworks", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("rate ") for line in process.stdout)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    store = Path("runs/tiny/tune-lr/trials.jsonl")
+    before = store.read_text()
+    assert frame.main([*arguments, "--json"]) == 0
+    assert store.read_text().startswith(before)
+    trials = json.loads(capfd.readouterr().out.splitlines()[-1])["trials"]
+    assert [(row["rate"], row["status"]) for row in trials] == [(1e-3, "finished"), (1e-2, "finished")]
+    assert trials[0]["loss"] == json.loads(before.splitlines()[1])["loss"]
+    assert len(store.read_text().splitlines()) == 3

@@ -127,7 +127,7 @@ def _remarks(
         remarks.append(f"{near} {are} within the noise (differences below {difference:.2g} nats/token say nothing)")
     if cliff is None:
         remarks.append(f"no rate diverged, up to {rows[places[-1]].rate:g}")
-    elif best == top:
+    elif best == top and rows[cliff].rate <= 2 * rows[best].rate:
         remarks.append(
             f"the best rate is the largest stable one, next to {rows[cliff].rate:g} that diverged: a whole run gives "
             "divergence more time, so take a lower one for it"

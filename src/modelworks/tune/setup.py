@@ -124,6 +124,8 @@ def prepare_trials(config: RunConfig, share: float, console: Console, *, earlier
     decisions.append(
         f"a trial: {derived.total_steps} of the run's {whole.total_steps} steps, {derived.warmup_steps} of them warmup"
     )
+    if config.optimizer.lr_scaling != "none":
+        decisions.append("rates are those of optimizer.lr, before optimizer.lr_scaling")
     return Setup(small, steps, whole.total_steps, machine, dataset.key, tuple(decisions), tuple(warnings))
 
 

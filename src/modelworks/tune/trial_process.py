@@ -37,11 +37,12 @@ def run(config: str, directory: str, machine: dict[str, Any] | None) -> dict[str
     config: YAML. directory: for whatever the run writes. machine: its figures, None measures them.
     Raises `UserError`, and others where nothing was learnt about the rate.
     """
+    keep_freed_memory()
     parsed = parse_run_config(config, "the configuration of a trial")
     world_size = Layout.of(parsed.parallel).world_size
     started = time.monotonic()
     if world_size == 1:
-        row = _train(parsed, Path(directory), machine, None)
+        row = train_trial(parsed, Path(directory), machine, None)
     else:
         arguments = {"config": config, "directory": directory, "machine": machine}
         kind = "cuda" if run_device(parsed).type == "cuda" else "cpu"
@@ -59,28 +60,15 @@ def run_rank(config: str, directory: str, machine: dict[str, Any] | None) -> dic
     """What each rank of a split trial runs; all return the same."""
     world = joined()
     assert world is not None
+    keep_freed_memory()
     parsed = parse_run_config(config, "the configuration of a trial")
     with joined_mesh(parsed, world) as mesh:
-        return _train(parsed, Path(directory), machine, mesh)
+        return train_trial(parsed, Path(directory), machine, mesh)
 
 
-class _Diverged(Exception):
-    pass
-
-
-class _Watch:
-    """A hook that keeps the losses and ends the trial where they diverge. Losses are the same on all ranks."""
-
-    def __init__(self, total_steps: int) -> None:
-        self.divergence = Divergence(total_steps)
-
-    def after_step(self, state: TrainState, done: StepDone) -> None:
-        reason = self.divergence.add(done.result.loss, done.result.judgement)
-        if reason:
-            raise _Diverged(reason)
-
-
-def _train(config: RunConfig, directory: Path, machine: dict[str, Any] | None, mesh: Mesh | None) -> dict[str, Any]:
+def train_trial(
+    config: RunConfig, directory: Path, machine: dict[str, Any] | None, mesh: Mesh | None
+) -> dict[str, Any]:
     keep_freed_memory()
     watch = _Watch(int(config.train.duration.value))
     loss: float | None = None
@@ -113,6 +101,22 @@ def _train(config: RunConfig, directory: Path, machine: dict[str, Any] | None, m
         "reason": reason or "",
         "curve": [list(point) for point in thin(losses)],
     }
+
+
+class _Diverged(Exception):
+    pass
+
+
+class _Watch:
+    """A hook that keeps the losses and ends the trial where they diverge. Losses are the same on all ranks."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.divergence = Divergence(total_steps)
+
+    def after_step(self, state: TrainState, done: StepDone) -> None:
+        reason = self.divergence.add(done.result.loss, done.result.judgement)
+        if reason:
+            raise _Diverged(reason)
 
 
 def _not_finite(error: TrainingFailed) -> str | None:
