@@ -15,7 +15,8 @@ from modelworks.plan import CONSTANTS, MEGATRON_2021, Machine, Split, step_time,
 from modelworks.plan.communication import all_reduce, all_to_all, point_to_point
 from modelworks.plan.compute import utilisation
 from modelworks.plan.elements import layer_elements
-from modelworks.plan.pipeline import held_over_time, pipelined, simulated
+from modelworks.plan.held import held_over_time
+from modelworks.plan.pipeline import pipelined, simulated
 from modelworks.plan.step_time import layer_costs
 from modelworks.plan.topology import Group, group
 

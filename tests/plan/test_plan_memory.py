@@ -48,7 +48,7 @@ def test_seven_billion_parameters_under_adam(zero: int, gigabytes: float) -> Non
     billions = Shape(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 7e9, 2.0, tied=1.0, norms=0.0)
     narrow = MODELWORKS.with_(wide_gradients=0.0)
     work = Work(billions, split(dp_shard=8.0, zero=float(zero)), None, Numerics.of("bf16"), narrow)  # type: ignore[arg-type]
-    assert sum(stored_bytes(work, 0.0, 1.0)) == pytest.approx(gigabytes * 1e9, rel=1e-6)
+    assert sum(stored_bytes(work, 0.0, 1.0, 1.0)) == pytest.approx(gigabytes * 1e9, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -170,11 +170,13 @@ def loss_bytes(work: Work) -> Column:
     return tokens * columns * (numerics.compute + wide)
 
 
-def stored_bytes(work: Work, layers: Column, ends: Column) -> tuple[Column, Column, Column]:
-    """(parameters, gradients, optimiser) of a rank with so many layers, and so many copies of the embedding."""
+def stored_bytes(work: Work, layers: Column, ends: Column, first: Column) -> tuple[Column, Column, Column]:
+    """(parameters, gradients, optimiser) of a rank with so many layers, and so many copies of the embedding. first: 1
+    where tokens are looked up, and learned positions with them."""
     shape, split, numerics = work.shape, work.split, work.numerics
     experts = layers * layer_expert_elements(shape, split)
     outside = ends * shape.vocab_size * shape.d_model / split.tp + shape.norms * shape.d_model
+    outside = outside + first * shape.position_rows * shape.d_model
     dense = layers * layer_elements(shape, split) - experts + outside
     expert_shards = np.maximum(split.shards / split.ep, 1.0)
 
@@ -208,16 +210,30 @@ def _stage(work: Work, stages: Stages | None, *, last: bool) -> Memory:
         has_loss = np.where(single | v_shaped, 1.0, 0.0)
         ends = np.where(has_loss > 0, 2.0 - shape.tied, 1.0)
     layers = stages.last if last else stages.first
-    return rank_memory(work, layers=layers, held=in_flight(split, last=last), ends=ends, has_loss=has_loss)
+    first = np.where(single, 1.0, 0.0 if last else 1.0)
+    return rank_memory(work, layers=layers, held=in_flight(split, last=last), ends=ends, first=first, has_loss=has_loss)
 
 
-def rank_memory(work: Work, *, layers: Column, held: Column, ends: Column, has_loss: Column) -> Memory:
+def rank_memory(
+    work: Work,
+    *,
+    layers: Column,
+    held: Column,
+    ends: Column,
+    first: Column,
+    has_loss: Column,
+    sparse: Column | None = None,
+) -> Memory:
     """Of a rank with so many layers, each of which keeps `held` micro-batches.
 
-    ends: copies of the embedding on it, the head counting as one. has_loss: 1 where it computes the loss.
+    ends: copies of the embedding on it, the head counting as one. first: 1 where tokens are looked up. has_loss: 1
+    where it computes the loss. sparse: of the layers, those with experts; None: as many as of any layers.
     """
     shape, split, numerics, constants = work.shape, work.split, work.numerics, work.constants
-    parameters, gradients, optimizer = stored_bytes(work, layers, ends)
+    mine = work
+    if sparse is not None:
+        mine = replace(work, shape=shape.with_(n_sparse=shape.n_layers * sparse / np.maximum(layers, 1.0)))
+    parameters, gradients, optimizer = stored_bytes(mine, layers, ends, first)
     parameters = np.where(_parameters_wait(split), 0.0, parameters)
     layer = layer_activations(work)
     stream = split.tokens * shape.d_model / split.stream_split
@@ -249,7 +265,9 @@ def host_memory(work: Work) -> Column:
     split, machine = work.split, work.machine
     at_home = replace(work, split=split.with_(offload=0.0))
     stages = stage_counts(work.shape, split, 0.0)
-    parameters, _, state = stored_bytes(at_home, stages.first, np.where(split.pp > 1.0, 1.0, 2.0 - work.shape.tied))
+    parameters, _, state = stored_bytes(
+        at_home, stages.first, np.where(split.pp > 1.0, 1.0, 2.0 - work.shape.tied), 1.0
+    )
     activations = stages.first * in_flight(split) * layer_activations(work)
     each = np.where(split.offload == OFFLOAD["cpu"], state, 0.0)
     each = each + np.where(_parameters_wait(split), parameters, 0.0)

@@ -61,7 +61,9 @@ def most_layers(candidate: Candidate, work: Work, n_stages: int, headroom: float
     for place, rank in enumerate(ranks_of(parallel, placed)):
         held = peak_formula(parallel.pp_schedule, parallel.pp, micro_batches, parallel.pp_virtual, rank=place) / chunks
         ends, has_loss = rank.ends(candidate.model), float(rank.last)
-        needed = rank_memory(work, layers=layers, held=held, ends=ends, has_loss=has_loss).total
+        needed = rank_memory(
+            work, layers=layers, held=held, ends=ends, first=float(rank.first), has_loss=has_loss
+        ).total
         fitting = int(np.sum(np.broadcast_to(needed, len(layers)) <= limit)) - 1
         for stage in rank.layers:
             most[stage] = max(fitting, 0) // chunks

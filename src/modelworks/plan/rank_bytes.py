@@ -111,7 +111,8 @@ def bytes_by_rank(
     kept = np.array(held) / np.maximum(layers, 1.0)
     ends = np.array([rank.ends(model) for rank in ranks])
     has_loss = np.array([float(rank.last) for rank in ranks])
-    columns = rank_memory(work, layers=layers, held=kept, ends=ends, has_loss=has_loss)
+    first = np.array([float(rank.first) for rank in ranks])
+    columns = rank_memory(work, layers=layers, held=kept, ends=ends, first=first, has_loss=has_loss)
     names = [field.name for field in fields(Memory)]
     arrays = {name: np.broadcast_to(getattr(columns, name), len(ranks)) for name in names}
     found = []

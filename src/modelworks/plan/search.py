@@ -19,7 +19,7 @@ from modelworks.plan.found import Search as Search
 from modelworks.plan.job import Job, Limits
 from modelworks.plan.nearest import nearest_that_fits
 from modelworks.plan.neighbours import neighbours_of
-from modelworks.plan.spaces import Placements
+from modelworks.plan.placements import Placements
 from modelworks.plan.table import Table
 from modelworks.plan.worlds import cheapest, fewest
 
@@ -35,7 +35,7 @@ def search(job: Job, limits: Limits | None = None, *, top: int = 10, constants: 
     table = Table(job, limits, job.n_devices, constants, placements)
     if not len(table):
         raise UserError(_no_layout(job, limits))
-    best = table.best(max(top, 1), at_last=True)
+    best = table.best(max(top, 1))
     goals: dict[str, Found] = {}
     around: list[Neighbour] = []
     nothing: Nearest | None = None

@@ -30,9 +30,6 @@ from modelworks.layout import V_SHAPED, layout_problems
 from modelworks.plan.candidate import Candidate
 from modelworks.plan.columns import OFFLOAD, RECOMPUTE, SCHEDULES, Split
 from modelworks.plan.job import Job, Limits
-from modelworks.plan.pipeline import Stages
-from modelworks.plan.rank_bytes import ranks_of, stages_of_ranks
-from modelworks.plan.stored import stages
 
 Rows = NDArray[np.int64]
 MODES = tuple(RECOMPUTE)
@@ -210,41 +207,11 @@ def with_schedules(job: Job, limits: Limits, space: Space) -> Space:
     return Space(*(np.concatenate([getattr(each, item.name) for each in spaces]) for item in fields(Space)))
 
 
-class Placements:
-    """The layers that the trainer places on each stage, for every pipeline of a job; worked out once for each."""
-
-    def __init__(self, job: Job, limits: Limits) -> None:
-        self._job = job
-        self._partition: list[int] | str = limits.fixed.get("pp_partition", "auto")
-        self._known: dict[tuple[int, int, int], tuple[tuple[int, ...], Stages]] = {}
-
-    def counts(self, pp: int, schedule: int, virtual: int) -> tuple[int, ...]:
-        """Layers of each stage."""
-        return self._find(pp, schedule, virtual)[0]
-
-    def stages(self, space: Space) -> Stages:
-        """Layers of the ranks, for every row."""
-        keys = (space.pp * len(SCHEDULES) + space.schedule) * (self._job.model.n_layers + 3) + space.virtual
-        _, first, rows = np.unique(keys, return_index=True, return_inverse=True)
-        known = [self._find(int(space.pp[row]), int(space.schedule[row]), int(space.virtual[row]))[1] for row in first]
-        return Stages(*(np.array([getattr(each, item.name) for each in known])[rows] for item in fields(Stages)))
-
-    def _find(self, pp: int, schedule: int, virtual: int) -> tuple[tuple[int, ...], Stages]:
-        key = (pp, schedule, virtual)
-        if key not in self._known:
-            name = SCHEDULES[schedule]
-            partition = self._partition if pp > 1 else "auto"
-            parallel = ParallelConfig.model_construct(
-                pp=pp, pp_schedule=name, pp_virtual=virtual, pp_partition=partition
-            )
-            placed = stages(self._job.model, parallel, self._job.seq_len)
-            found = stages_of_ranks(ranks_of(parallel, placed))
-            if name in ("gpipe", "zb-h1", "interleaved-zb"):  # every rank holds as many micro-batches as the first
-                found = replace(found, first=found.most)
-            elif name in V_SHAPED:  # and nearly so many here, the first beside the head
-                found = replace(found, first=max(found.first, found.most))
-            self._known[key] = tuple(map(len, placed)), found
-        return self._known[key]
+def schedules_of(job: Job, limits: Limits, space: Space) -> int:
+    """Rows that `with_schedules` would give."""
+    ask = _Checks(job, limits)
+    degrees, rows = np.unique(space.pp, return_counts=True)
+    return sum(len(ask.schedules(int(pp))) * int(number) for pp, number in zip(degrees, rows, strict=True))
 
 
 _OUTER = ("dp_replicate", "dp_shard", "ep", "zero", "every", "gather", "micro_batch", "recompute", "offload")

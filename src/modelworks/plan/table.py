@@ -1,14 +1,18 @@
 """All layouts of one world size: closed forms for every one, the trainer's schedules simulated for the best.
 
     every layout under 1F1B          bytes and seconds by closed form                        `Table`
-    their other schedules            where the split could still be among the best           `_schedules`
-    the best by closed form          the pipeline's part replaced by the simulated one       `_refined`
+    their other schedules            where the split could still be among the best           `_possible`
+    in the order of what they take   the pipeline simulated, until no other row can be       `_simulated`
+    at least (`bounds`)              the best
     the best of those                predicted in full                                       `candidate.evaluate`
 
-Two rules leave layouts out, both safe under the cost model and counted in `left_out`:
+What is left out cannot be the best under the cost model, and is counted in `left_out`:
 
-    memory     what does not fit under 1F1B fits under no schedule, as none keeps fewer micro-batches
-    time       no schedule is faster than one without a bubble whose ranks all take the mean
+    memory     does not fit in closed form, which differs from the full prediction by rows of padding only; in a large
+               space its splits under 1F1B are asked first, with a wide margin for what another placement saves
+    time       is slower than the best even where nothing beyond the pipeline's own order makes it wait
+
+Splits behind the best are ranked by a few schedules of each: that is a heuristic, for the list below the winner.
 """
 
 from __future__ import annotations
@@ -20,25 +24,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modelworks.layout.pipeline import Costs
+from modelworks.plan.bounds import least_seconds
 from modelworks.plan.candidate import Candidate, evaluate, work_of
-from modelworks.plan.columns import SCHEDULES, Array
+from modelworks.plan.columns import Array
 from modelworks.plan.compute import Passes, Work
 from modelworks.plan.constants import Constants
 from modelworks.plan.found import TIE, Found, Points
 from modelworks.plan.job import Job, Limits
-from modelworks.plan.memory import memory
+from modelworks.plan.memory import rank_memory
 from modelworks.plan.partition import improved
 from modelworks.plan.pipeline import Sends, Stages, seconds_of_step, stage_costs
-from modelworks.plan.spaces import Placements, Space, complexity, splits, with_schedules
+from modelworks.plan.placements import Pipeline, Placements
+from modelworks.plan.spaces import Space, complexity, schedules_of, splits, with_schedules
 from modelworks.plan.step_time import step_and_costs
 
-MARGIN = 0.05  # by which closed forms of memory may be above what is predicted in full: 99 % are less
-MARGIN_AT_LAST = 0.25  # the same where nothing was found: small models on many stages are up to 15 % less
+MARGIN = 0.02  # by which closed forms of memory may differ from what is predicted in full
+MARGIN_MEASURED = 0.4  # the same on a machine that was measured, whose moments are followed one by one
+MARGIN_AT_LAST = 0.05  # where nothing was found
+MARGIN_OTHERS = 0.1  # by which another schedule may need less than 1F1B, by placing layers more evenly
 FAR = 0.05  # by which a floor must be above the best to be left out
-SLACK = 0.03  # the same of times and simulations
-SCHEDULES_TRIED = (4, 24)  # pipelines that are simulated of a split, and of the one that is the best so far
+WHOLE = 50_000  # layouts with all their schedules, up to which each of them is looked at
+SCHEDULES_TRIED = 4  # pipelines of a split that are simulated although it can no longer be the best
 TRIED = 8  # of layouts that tie, those predicted in full until one fits
 MISSES = 32  # times that none of those fit, until no more are tried
+EXPANDED = 256  # splits of least memory whose other schedules are looked at for it
+LOWEST = 64  # layouts of least memory that are predicted in full where nothing was found
 PARTITIONS = 3  # of the best splits, those whose own partition is looked for
 
 
@@ -53,21 +63,18 @@ class Table:
         self.left_out: dict[str, int] = {}
         self.simulated = 0
         self.space = splits(job, limits, n_devices)
-        self.memory = self._memory(self.space)
-        self.limit = self._limit()
+        machine = self._work(self.space.rows(np.arange(min(1, len(self.space))))).machine if len(self.space) else None
+        self.limit = float(machine.memory) * (1.0 - limits.headroom) if machine else 0.0
+        self.margin = MARGIN if machine is None or machine.measured is None else MARGIN_MEASURED
+        self.memory = self.bytes_of(self.space)
         self.points = Points(np.full(len(self.space), np.nan), self.memory, self.memory <= self.limit)
 
     def __len__(self) -> int:
         return len(self.space)
 
-    def best(self, top: int, *, at_last: bool = False) -> list[Found]:
-        """The best that fit, in order: the simplest of what ties with the fastest, then the same of other splits.
-
-        at_last: where none is found, whether those further above the limit by closed form are predicted in full too.
-        """
-        found = self._found(top, MARGIN)
-        if not found and at_last:
-            found = self._found(top, MARGIN_AT_LAST)
+    def best(self, top: int) -> list[Found]:
+        """The best that fit, in order: the simplest of what ties with the fastest, then the same of other splits."""
+        found = self._found(top) or self._lowest()
         if not found:
             return []
         fastest = min(each.prediction.step_seconds for each in found)
@@ -76,9 +83,29 @@ class Table:
         others = [each for each in found if each is not first]
         return [first, *sorted(others, key=lambda each: each.prediction.step_seconds)]
 
-    def _found(self, top: int, margin: float) -> list[Found]:
+    def may_fit(self) -> bool:
+        """Whether any layout comes near to fitting."""
+        return bool((self.memory <= self.limit * (1.0 + MARGIN_OTHERS + self.margin)).any())
+
+    def bytes_of(self, space: Space) -> Array:
+        """Of each row's fullest rank, by closed form: rows of padding less than what is predicted in full."""
+        if not len(space):
+            return np.zeros(0)
+        ranks = self._placements.fullest(space)
+        total = rank_memory(
+            self._work(space.rows(ranks.row)),
+            layers=ranks.layers,
+            held=ranks.held,
+            ends=ranks.ends,
+            first=ranks.looks_up,
+            has_loss=ranks.has_loss,
+            sparse=ranks.sparse,
+        ).total
+        return np.asarray(np.maximum.reduceat(np.broadcast_to(total, len(ranks.row)), ranks.first), dtype=np.float64)
+
+    def _found(self, top: int) -> list[Found]:
         """One for each split, predicted in full."""
-        rows = self._refined(top, margin)
+        rows = self._refined(top)
         if rows is None:
             return []
         found: list[Found] = []
@@ -98,18 +125,33 @@ class Table:
             self._count("near the limit of memory, not predicted in full", int(rows.left.sum()))
         return found
 
+    def _lowest(self) -> list[Found]:
+        """Those that fit of the layouts that need least, whatever the search made of them."""
+        near = self._least(LOWEST, self.limit * (1.0 + MARGIN_AT_LAST + self.margin))
+        return [each for each in near if each.prediction.fits]
+
     def least_memory(self) -> Found | None:
         """The layout of the fewest bytes, whether it fits or not; None where there is no layout."""
-        if not len(self):
-            return None
-        rows = np.lexsort((self.space.complexity(), np.round(self.memory / 1e6)))[:4]
-        tried = [self._evaluate(self.space.candidate(self.job, int(row), self.limits.fixed)) for row in rows]
-        return min(tried, key=lambda each: each.prediction.memory)
+        return min(self._least(4), key=lambda each: each.prediction.memory, default=None)
 
-    def fastest_seconds(self) -> float:
-        """Of a step, by closed form, under the first schedule: what other world sizes are compared by."""
-        near = np.flatnonzero(self.memory <= self.limit)
-        return float(np.min(self._times(self.space.rows(near)).step)) if len(near) else np.inf
+    def _least(self, number: int, most: float = np.inf) -> list[Found]:
+        """So many layouts of the fewest bytes by closed form, at most `most`, under any schedule, predicted in full."""
+        if not len(self):
+            return []
+        lowest = np.argsort(self.memory, kind="stable")[:EXPANDED]
+        space = with_schedules(self.job, self.limits, self.space.rows(lowest))
+        memory = self.bytes_of(space)
+        order = np.lexsort((space.complexity(), np.round(memory / 1e6)))[:number]
+        return [
+            self._evaluate(space.candidate(self.job, int(row), self.limits.fixed))
+            for row in order
+            if memory[row] <= most
+        ]
+
+    def least_seconds(self) -> float:
+        """Of a step, below which no layout that may fit can be: what other world sizes are compared by."""
+        near = np.flatnonzero(self.memory <= self.limit * (1.0 + MARGIN_OTHERS + self.margin))
+        return float(np.min(self._times(self.space.rows(near)).floor)) if len(near) else np.inf
 
     def _partitioned(self, one: Found, rows: _Rows) -> Found:
         """With a partition of its own where that is faster by more than a tie."""
@@ -126,67 +168,79 @@ class Table:
             return one
         return replace(better, default_seconds=seconds)
 
-    def _refined(self, top: int, margin: float) -> _Rows | None:
+    def _refined(self, top: int) -> _Rows | None:
         """The rows that may be among the best, with simulated times; None where nothing may fit."""
-        near = np.flatnonzero(self.memory <= self.limit * (1.0 + margin))
-        if not len(near):
+        possible = self._possible(top)
+        if not len(possible):
             return None
-        space = self.space.rows(near)
-        times = self._times(space)
-        self.points.step[near] = times.step
-        order = np.sort(times.step[self.memory[near] <= self.limit])
-        bound = order[min(top * 4, len(order)) - 1] * (1.0 + FAR) if len(order) else np.inf
-        possible = np.flatnonzero(times.floor <= bound)
-        every = with_schedules(self.job, self.limits, space.rows(possible))
-        self._count("slower than the best even without a bubble", len(near) - len(possible))
-        self._count("do not fit even under 1F1B, whatever the schedule", len(self) - len(near))
-        held = self._memory(every)
-        fits = held <= self.limit * (1.0 + margin)
-        every, held = every.rows(fits), held[fits]
-        times = self._times(every)
+        held = self.bytes_of(possible)
+        near = held <= self.limit * (1.0 + self.margin)
+        self._count("do not fit", int((~near).sum()))
+        space, held = possible.rows(near), held[near]
+        if not len(space):
+            return None
+        times = self._times(space, self._placements)
         self._add(Points(times.step, held, held <= self.limit))
-        return self._simulated(every, times, held <= self.limit, top)
+        return self._simulated(space, times, held <= self.limit * (1.0 - self.margin), top)
+
+    def _possible(self, top: int) -> Space:
+        """Splits that may be among the best, with all their schedules: in a small space all of them."""
+        every = self.space
+        if len(every) > WHOLE or schedules_of(self.job, self.limits, every) > WHOLE:
+            margin = self.margin + (MARGIN_OTHERS if (every.pp > 1).any() else 0.0)
+            near = np.flatnonzero(self.memory <= self.limit * (1.0 + margin))
+            self._count("do not fit even under 1F1B, whatever the schedule", len(every) - len(near))
+            every = every.rows(near)
+            times = self._times(every)
+            self.points.step[near] = times.step
+            sure = np.sort(times.step[self.memory[near] <= self.limit * (1.0 - self.margin)])
+            bound = sure[min(top * 4, len(sure)) - 1] * (1.0 + FAR) if len(sure) else np.inf
+            possible = times.floor <= bound
+            self._count("slower than the best even without a bubble", int((~possible).sum()))
+            every = every.rows(possible)
+        return with_schedules(self.job, self.limits, every)
 
     def _simulated(self, space: Space, times: _Times, fits: NDArray[np.bool_], top: int) -> _Rows:
-        """Closed forms, best first, with the pipeline's part simulated, until no other row can be among the best."""
-        groups = space.groups()
+        """From the row that may be the fastest on, with the pipeline's part simulated, until no other row can be among
+        the best. fits: of what surely does; what may miss the limit must keep no other from being tried."""
+        groups, points = space.groups(), space.complexity()
         best: dict[int, float] = {}  # seconds of each split
         tried: dict[int, set[object]] = defaultdict(set)  # pipelines of each
-        seconds, chosen, bound = [], [], np.inf
-        for place, row in enumerate(np.argsort(times.step, kind="stable")):
-            value, group = float(times.step[row]), int(groups[row])
-            if value * (1.0 - SLACK) > bound:
-                self._count("slower than the best by closed form", len(space) - place)
+        rows, seconds, tied = list[int](), list[float](), list[tuple[float, int]]()
+        bound = fastest = np.inf
+        for place, row in enumerate(np.argsort(times.least, kind="stable")):
+            least, group = float(times.least[row]), int(groups[row])
+            if least > bound:
+                self._count("slower than the best by a lower bound", len(space) - place)
                 break
+            value = float(times.step[row])
             if space.pp[row] > 1:
-                ahead = group in best and best[group] <= min(best.values())
-                enough = len(tried[group]) >= SCHEDULES_TRIED[ahead]
-                if enough or value * (1.0 - SLACK) > best.get(group, np.inf):
-                    self._count("schedules near their split's best by closed form, not simulated", 1)
+                simplest = min((each for time, each in tied if time <= fastest * (1.0 + TIE)), default=np.inf)
+                wins = least <= fastest or (least <= fastest * (1.0 + TIE) and points[row] < simplest)
+                if not wins and (len(tried[group]) >= SCHEDULES_TRIED or least > best.get(group, np.inf)):
+                    self._count("schedules of splits behind the best, not simulated", 1)
                     continue
                 key, makespan = self._pipeline(space, times, int(row))
                 tried[group].add(key)
                 value += makespan - float(times.pipeline[row])
+            rows.append(int(row))
             seconds.append(value)
-            chosen.append(row)
             if not fits[row]:
-                continue  # it may fit when predicted in full, and must keep no other from being tried
+                continue
+            fastest = min(fastest, value)
+            tied.append((value, int(points[row])))
             best[group] = min(best.get(group, np.inf), value)
             if len(best) >= top:
-                bound = sorted(best.values())[top - 1]
+                bound = max(sorted(best.values())[top - 1], fastest * (1.0 + TIE))
         self.simulated += sum(map(len, tried.values()))
-        rows = np.array(chosen, dtype=np.int64)
-        return _Rows(space.rows(rows), np.array(seconds), groups[rows])
+        chosen = np.array(rows, dtype=np.int64)
+        return _Rows(space.rows(chosen), np.array(seconds), groups[chosen])
 
     def _pipeline(self, space: Space, times: _Times, row: int) -> tuple[object, float]:
-        pp, schedule, virtual = (int(column[row]) for column in (space.pp, space.schedule, space.virtual))
-        counts = self._placements.counts(pp, schedule, virtual)
-        costs = times.costs(row, counts)
-        micro_batches = self.job.global_batch // int(
-            space.dp_replicate[row] * space.dp_shard[row] * space.micro_batch[row]
-        )
-        key = SCHEDULES[schedule], costs, pp, micro_batches, virtual
-        return key, seconds_of_step(*key, exact=False)
+        pipeline = times.pipelines[times.member[row]]
+        costs = times.costs(row, self._placements.counts(pipeline))
+        key = pipeline.name, costs, pipeline.pp, pipeline.n_micro_batches, pipeline.virtual
+        return key, seconds_of_step(*key)
 
     def _work(self, space: Space) -> Work:
         job = self.job
@@ -200,24 +254,13 @@ class Table:
             optimizer=job.optimizer,
         )
 
-    def _memory(self, space: Space) -> Array:
-        if not len(space):
-            return np.zeros(0)
-        total = memory(self._work(space), self._placements.stages(space)).total
-        return np.array(np.broadcast_to(total, len(space)), dtype=np.float64)
-
-    def _times(self, space: Space) -> _Times:
-        work, stages = self._work(space), self._placements.stages(space)
-        return _Times.of(work, stages, len(space))
+    def _times(self, space: Space, placements: Placements | None = None) -> _Times:
+        """placements: where lower bounds are asked for."""
+        return _Times.of(self._work(space), self._placements.stages(space), space, placements)
 
     def _evaluate(self, candidate: Candidate) -> Found:
         self.simulated += 1
         return Found(candidate, evaluate(candidate, self._constants, headroom=self.limits.headroom, timeline=False))
-
-    def _limit(self) -> float:
-        if not len(self.space):
-            return 0.0
-        return float(self._work(self.space.rows(np.array([0]))).machine.memory) * (1.0 - self.limits.headroom)
 
     def _count(self, reason: str, number: int) -> None:
         if number:
@@ -253,18 +296,23 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Times:
-    """Closed forms of rows. floor: seconds that no schedule can go below. pipeline: of `step`, what a simulation
-    replaces. layer, head, sends: for one micro-batch."""
+    """Closed forms of rows. floor, least: seconds that no schedule can go below, and that its own cannot. pipeline: of
+    `step`, what a simulation replaces. layer, head, sends: for one micro-batch. pipelines, member: which each row has.
+    """
 
     step: Array
     floor: Array
+    least: Array
     pipeline: Array
     layer: Passes
     head: Passes
     sends: Sends
+    pipelines: list[Pipeline]
+    member: NDArray[np.intp]
 
     @classmethod
-    def of(cls, work: Work, stages: Stages, rows: int) -> _Times:
+    def of(cls, work: Work, stages: Stages, space: Space, placements: Placements | None) -> _Times:
+        rows = len(space)
         times, (layer, head, sends) = step_and_costs(work, stages)
         split, shape = work.split, work.shape
         mean = split.n_micro_batches * (shape.n_layers * layer.total + head.total) / split.pp
@@ -273,7 +321,19 @@ class _Times:
         pipeline = total - times.data - times.optimizer - times.overhead
         step, floor, closed = (np.broadcast_to(each, rows) for each in (total, mean + rest, pipeline))
         layers, heads = (Passes(*(np.broadcast_to(part, rows) for part in each)) for each in (layer, head))
-        return cls(step, floor, closed, layers, heads, Sends(*(np.broadcast_to(each, rows) for each in sends)))
+        sent = Sends(*(np.broadcast_to(each, rows) for each in sends))
+        if placements is None:
+            return cls(step, floor, floor, closed, layers, heads, sent, [], np.zeros(rows, dtype=np.intp))
+        pipelines, member = placements.pipelines(space)
+        least = np.array(step)
+        order = np.argsort(member, kind="stable")
+        for pipeline, mine in zip(pipelines, np.split(order, np.cumsum(np.bincount(member))[:-1]), strict=True):
+            if pipeline.pp > 1:
+                costs = [type(each)(*(part[mine] for part in each)) for each in (layers, heads, sent)]
+                counts = placements.counts(pipeline)
+                bound = least_seconds(pipeline, counts, *costs)
+                least[mine] += bound - closed[mine]
+        return cls(step, floor, least, closed, layers, heads, sent, pipelines, member)
 
     def costs(self, row: int, counts: tuple[int, ...]) -> Costs:
         """Of each stage, which holds so many layers; the last also the head."""

@@ -7,13 +7,14 @@ state when all of them are sharded over all devices is passed over: no layout st
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 from modelworks.config import count_parameters
 from modelworks.plan.constants import Constants
 from modelworks.plan.found import TIE, Found
 from modelworks.plan.job import Job, Limits
 from modelworks.plan.machine import Numerics
-from modelworks.plan.spaces import Placements
+from modelworks.plan.placements import Placements
 from modelworks.plan.table import Table
 
 COMPARED = 6  # numbers of devices whose costs are compared
@@ -29,7 +30,7 @@ def fewest(job: Job, limits: Limits, constants: Constants, placements: Placement
         if "offload" not in limits.fixed and least / size > capacity:
             continue
         table = Table(job, limits, size, constants, placements)
-        if (table.memory <= table.limit).any() and (best := table.best(1)):
+        if table.may_fit() and (best := table.best(1)):
             return best[0]
     return None
 
@@ -38,13 +39,12 @@ def cheapest(job: Job, limits: Limits, constants: Constants, placements: Placeme
     """The layout of the fewest device-seconds a token; of those within a tie, the fewest devices."""
     between = [size for size in sizes(job) if few.candidate.n_devices < size < job.n_devices]
     chosen = [size for size in between if job.n_devices % size == 0][-COMPARED:]
-    tables = {size: Table(job, limits, size, constants, placements) for size in chosen}
-    estimates = {size: size * table.fastest_seconds() for size, table in tables.items()}
+    tables = [Table(job, limits, size, constants, placements) for size in chosen]
     found = [few, whole]
-    best = min(each.device_seconds_per_token for each in found) * job.tokens
-    for size, cost in sorted(estimates.items(), key=lambda item: item[1])[:2]:
-        if cost < best * (1.0 + TIE):
-            found += tables[size].best(1)
+    for least, table in sorted(((each.n_devices * each.least_seconds(), each) for each in tables), key=itemgetter(0)):
+        if least >= min(each.device_seconds_per_token for each in found) * job.tokens:
+            break  # no layout of this number, or of those that come after, can be cheaper
+        found += table.best(1)
     least = min(each.device_seconds_per_token for each in found)
     tied = [each for each in found if each.device_seconds_per_token <= least * (1.0 + TIE)]
     return min(tied, key=lambda each: (each.candidate.n_devices, each.device_seconds_per_token))

@@ -6,7 +6,7 @@ A schedule is built, validated, drawn and costed here, before it runs; `modelwor
 from modelworks.layout.pipeline.actions import FULL_GRADIENT, Action, Kind, Program, stage_ranks
 from modelworks.layout.pipeline.draw import draw
 from modelworks.layout.pipeline.formulas import bubble_formula, peak_formula
-from modelworks.layout.pipeline.orders import SCHEDULES, compute_orders, placed_stages
+from modelworks.layout.pipeline.orders import SCHEDULES, compute_orders, placed_stages, rounds
 from modelworks.layout.pipeline.partition import least_maximum, partition_layers, stage_costs, stage_layers
 from modelworks.layout.pipeline.program import build_program, forward_program
 from modelworks.layout.pipeline.simulate import Costs, Rehearsal, simulate
@@ -33,6 +33,7 @@ __all__ = [
     "partition_layers",
     "peak_formula",
     "placed_stages",
+    "rounds",
     "simulate",
     "stage_costs",
     "stage_layers",
