@@ -144,6 +144,14 @@ def test_text_for_people_and_a_page(config: str, tmp_path: Path, capfd: pytest.C
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_what_waits_on_a_host_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *MODEL, "--layout", "dp_shard=8,zero=1,offload=cpu,micro_batch=1", "--json"]
+    assert frame.main(words) in (0, 1)
+    captured = capfd.readouterr()
+    size = json.loads(captured.out.splitlines()[-1])["winner"]["host_memory_bytes"]
+    assert f"{size / 1e9:,.1f} GB wait in each host's memory: its size is not in the catalogue" in captured.err
+
+
 def test_json_keeps_people_out_of_stdout(config: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert frame.main(["plan", config, "--json"]) == 0
     captured = capfd.readouterr()

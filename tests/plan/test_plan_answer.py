@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from modelworks.hardware import device
 from modelworks.layout.pipeline import Costs, build_program, simulate
 from modelworks.plan import Candidate, evaluate
 from modelworks.plan.answer import POINTS, details_answer, layout_answer, thinned
+from modelworks.plan.held import held_over_time
 from modelworks.plan.job import OF_PARALLEL, OF_TRAIN
 from modelworks.plan.layout_keys import LAYOUT_KEYS, layout_of, layout_overrides, layout_text
 from modelworks.plan.search import Points
-from modelworks.plan.timeline_cut import cut_timeline
+from modelworks.plan.timeline_cut import PER_RANK, cut_curves, cut_timeline
 
 PARALLEL = ParallelConfig(tp=2, pp=2, pp_partition=[9, 7], dp_shard=2, zero=1, sequence_parallel=False)
 
@@ -49,6 +51,9 @@ def test_an_answer_is_json_and_adds_up() -> None:
     assert answer["usd_per_million_tokens"] == pytest.approx(8 * 1e-3 * 1e6 / prediction.tokens_per_second)
     assert max(sum(each.values()) for each in answer["stage_bytes"]) == prediction.memory
     assert len(answer["stage_bytes"]) == len(answer["timeline"]["ranks"]) == 2
+    for sizes, curve in zip(answer["stage_bytes"], answer["activation_bytes_over_time"], strict=True):
+        assert max(size for _, size in curve) == sizes["activations"]
+    assert answer["host_memory_bytes"] == 0.0
 
 
 def points(count: int) -> Points:
@@ -96,3 +101,25 @@ def test_long_timelines_lose_their_middle(micro_batches: int) -> None:
     assert all(stop <= begin or start >= end for rank in cut["ranks"] for *_, start, stop in rank)
     last = max(row[2] for row in cut["ranks"][0])
     assert last == micro_batches - 1
+
+
+@pytest.mark.parametrize("micro_batches", [4, 200])
+def test_curves_lose_the_same_middle(micro_batches: int) -> None:
+    """What is left of a curve has its values everywhere outside the middle, and few points."""
+    timeline = simulate(build_program("1f1b", 4, micro_batches, 1), Costs.even(4, backward_weight=1.3))
+    curves = held_over_time(timeline, (1, 2, 3, 4))
+    cut = cut_timeline(timeline)
+    short = cut_curves(curves, cut)
+    if micro_batches == 4:
+        assert short == [[list(point) for point in curve] for curve in curves]
+        return
+    assert sum(map(len, short)) <= 4 * (PER_RANK + 4)
+    begin, end = cut["left_out_from_seconds"], cut["left_out_to_seconds"]
+    for curve, kept in zip(curves, short, strict=True):
+        for moment in np.linspace(0.0, timeline.makespan, 4001):
+            if not begin < moment < end:
+                assert value_at(kept, moment) == value_at(curve, moment)
+
+
+def value_at(curve: list[Any], moment: float) -> float:
+    return next((value for seconds, value in reversed(curve) if seconds <= moment), 0.0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from modelworks.config import ModelConfig, ParallelConfig, TrainConfig, count_parameters
+from modelworks.config import ModelConfig, ParallelConfig, TrainConfig, count_parameters, preset
 from modelworks.config.named_models import expand_model
 from modelworks.hardware import device
 from modelworks.layout import Layout, data_parallel_memory, plan_parameters
@@ -16,16 +18,18 @@ from modelworks.plan import (
     FSDP,
     MEGATRON_2021,
     MODELWORKS,
+    Candidate,
     Numerics,
     Shape,
     Split,
     Work,
+    evaluate,
     layer_activations,
     memory,
     stored,
     work_of,
 )
-from modelworks.plan.memory import host_memory, stored_bytes
+from modelworks.plan.memory import stored_bytes
 from modelworks.plan.pipeline import in_flight, simulated
 from modelworks.plan.stored import stages
 from modelworks.train.memory import activation_bytes
@@ -171,8 +175,8 @@ def test_columns_give_what_rows_give() -> None:
     assert all(math.isfinite(each) for each in single)
 
 
-def test_what_is_offloaded_lies_on_the_host() -> None:
-    """Optimiser state and ZeRO-3's shards, which the rank no longer holds, and all but two layers' activations."""
+def test_what_is_offloaded_is_no_longer_on_the_device() -> None:
+    """Optimiser state and ZeRO-3's shards, and all but two layers' activations."""
     layout = split(dp_shard=8.0, zero=3.0, micro_batch=4.0)
     kept = memory(work_of(GPT, layout, A100))
     away = work_of(GPT, layout.with_(offload=1.0, offload_params=1.0, offload_activations=1.0), A100)
@@ -180,9 +184,58 @@ def test_what_is_offloaded_lies_on_the_host() -> None:
     assert float(left.optimizer) == float(left.parameters) == 0.0
     layers = 4 * float(layer_activations(away))
     assert float(kept.activations - left.activations) == pytest.approx(layers / 2)
-    host = float(host_memory(away)) / 8
-    assert host == pytest.approx(float(kept.optimizer + kept.parameters) + layers, rel=1e-6)
-    assert float(host_memory(work_of(GPT, layout.with_(offload=2.0), A100))) == 0.0  # on disk
+
+
+@pytest.mark.parametrize(
+    ("keys", "recompute"),
+    [
+        ({"pp_schedule": "1f1b"}, "none"),
+        ({"pp_schedule": "interleaved", "pp_virtual": 2}, "selective"),
+        ({"pp_schedule": "zbv"}, "full"),
+        ({"pp_schedule": "gpipe"}, "none"),
+        ({"pp_schedule": "1f1b", "pp_partition": [9, 8, 8, 7]}, "none"),
+    ],
+    ids=["1f1b", "interleaved", "zbv", "gpipe", "partition"],
+)
+def test_memory_over_a_step_peaks_at_what_each_rank_needs(keys: dict[str, Any], recompute: str) -> None:
+    """Two ways: step by step through the schedule's times, and the most that its orders hold at once."""
+    parallel = ParallelConfig(pp=4, dp_shard=2, zero=1, **keys)
+    one = Candidate(preset("llama-3-8b"), parallel, A100, 1, 32, 4096, recompute=recompute)
+    found = evaluate(one)
+    assert found.timeline is not None
+    assert found.activations_over_time is not None
+    for sizes, curve in zip(found.bytes_by_stage, found.activations_over_time, strict=True):
+        assert max(size for _, size in curve) == pytest.approx(sizes["activations"], rel=1e-12)
+        assert curve[-1][1] == min(size for _, size in curve) < 0.5 * sizes["activations"]
+        assert 0.0 <= curve[0][0] < curve[-1][0] <= found.timeline.makespan
+        assert [seconds for seconds, _ in curve] == sorted(seconds for seconds, _ in curve)
+    assert evaluate(one, timeline=False).activations_over_time is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "hosts"),
+    [
+        ({"dp_shard": 8, "zero": 1}, 1),
+        ({"pp": 4, "dp_shard": 2, "zero": 1}, 1),  # the stages share a host
+        ({"tp": 2, "pp": 4, "dp_shard": 2, "zero": 1}, 2),
+        ({"dp_replicate": 2, "dp_shard": 8, "zero": 1}, 1),  # each host has a copy
+    ],
+)
+def test_offload_tells_what_a_host_must_hold(keys: dict[str, Any], hosts: int) -> None:
+    """All state of adamw (two moments and a copy in float32) of the model, over the hosts; the fullest may hold more
+    than its share, as the last stages have the head."""
+    one = Candidate(preset("llama-3-8b"), ParallelConfig(**keys, offload="cpu"), A100, 1, 16, 2048)
+    state = 12.0 * count_parameters(one.model).total
+    found = evaluate(one)
+    assert found.host_memory == pytest.approx(state / hosts, rel=2e-3 if hosts == 1 else 0.06)
+    assert found.host_memory >= state / hosts * 0.999
+    assert found.bytes["optimizer"] == 0.0
+    for offload in ("none", "nvme"):
+        other = replace(one, parallel=one.parallel.model_copy(update={"offload": offload}))
+        assert evaluate(other).host_memory == 0.0
+    waits = {"offload": "none", "zero": 3, "offload_params": True}
+    other = replace(one, parallel=one.parallel.model_copy(update=waits))
+    assert evaluate(other).host_memory == pytest.approx(found.host_memory / 6, rel=1e-6)
 
 
 def test_operands_in_8_bits_are_kept_in_8_bits() -> None:

@@ -10,7 +10,7 @@ import pytest
 from page_checks import check_page
 
 from modelworks.report import write_plan
-from modelworks.report.plan_charts import gantt, scatter, stacked_bars
+from modelworks.report.plan_charts import gantt, scatter, stacked_bars, steps
 from modelworks.report.plan_page import MEMORY, TIME
 
 NAME = "<script>alert(1)</script> & co"
@@ -20,6 +20,8 @@ TIMES = {
 }  # fmt: skip
 BYTES = {"parameters": 1e9, "gradients": 2e9, "optimizer": 3e9, "activations": 4e9, "working": 1e9, "loss": 5e8,
          "gather": 0.0, "buffers": 1e8, "slack": 3e8, "context": 1e9}  # fmt: skip
+
+CURVES = [[[0.0, 1e9], [1.4, 4e9], [1.8, 0.0]], [[0.1, 2e9], [1.4, 2e9], [1.6, 0.0]]]
 
 
 def layout(step: float = 1.8, fits: bool = True) -> dict[str, Any]:
@@ -50,7 +52,8 @@ def answer(**changes: Any) -> dict[str, Any]:
         },
         "assumed": ["precision <i>bf16</i>"],
         "layouts": [layout(), layout(2.5)],
-        "winner": {**layout(), "stage_bytes": [BYTES, {**BYTES, "activations": 2e9}], "timeline": timeline()},
+        "winner": {**layout(), "stage_bytes": [BYTES, {**BYTES, "activations": 2e9}], "timeline": timeline(),
+                   "activation_bytes_over_time": CURVES, "host_memory_bytes": 7e11},
         "goals": {"fastest": layout(), "least memory": layout(2.5)},
         "explanation": [],
         "neighbours": [{"change": "tp=4 instead of 2", "verdict": "does not fit", "why": "stage <0> needs more"}],
@@ -69,7 +72,9 @@ def test_everything_is_there_and_nothing_is_loaded(tmp_path: Path) -> None:
     page = check_page(write_plan(tmp_path / "plan.html", answer()))
     for text in (
         f"{NAME} on 8 × A100", "Where the time of a step goes", "Memory along the pipeline", "stage 0", "stage 1",
-        "One step of the pipeline", "37 computations", "The whole search", "1,234 layouts", "One step away",
+        "One step of the pipeline", "37 computations",
+        "Memory over the step, by rank", "700.0\u00a0GB wait in each host",
+        "The whole search", "1,234 layouts", "One step away",
         "tp=4 instead of 2", "stage <0> needs more", "least memory", "most of it <b>computing</b>",
     ):  # fmt: skip
         assert text in page.text, text
@@ -87,6 +92,14 @@ def test_without_a_pipeline_a_search_or_a_price(tmp_path: Path) -> None:
     for text in ("One step of the pipeline", "The whole search", "One step away", "Cost", "the best for each goal"):
         assert text not in page.text
     assert "svg" not in page.tags
+    assert "not drawn" not in page.text
+
+
+def test_a_step_too_long_to_be_drawn_says_so(tmp_path: Path) -> None:
+    long = {**layout(), "stage_bytes": [BYTES, BYTES], "timeline": None, "activation_bytes_over_time": None}
+    page = check_page(write_plan(tmp_path / "plan.html", answer(winner=long)))
+    assert "not drawn" in page.text
+    assert "Memory over the step" not in page.text
 
 
 def test_a_page_where_nothing_fits_says_what_is_missing(tmp_path: Path) -> None:
@@ -149,6 +162,24 @@ def test_the_schedule_is_drawn_around_the_cut() -> None:
     ratio = boxes[1]["width"] / boxes[0]["width"]
     assert ratio == pytest.approx(2.0, rel=1e-3)
     assert gantt({**timeline(), "ranks": [[], []]}) is None
+
+
+def test_memory_over_a_step_stands_over_the_schedule() -> None:
+    drawn, schedule = steps(timeline(), CURVES), gantt(timeline())
+    assert drawn is not None
+    assert schedule is not None
+    assert drawn["cut"] == schedule["cut"]
+    first, second = (re.findall(r"[HMV]?([\d.]+)", path["d"]) for path in drawn["paths"])
+    boxes = {box["title"].split()[0] + box["title"].split(",")[1][7]: box["x"] for box in schedule["boxes"]}
+    assert float(second[0]) == pytest.approx(boxes["forward1"], abs=0.1)  # from its first computation on
+    (top, most), (bottom, _) = ((float(first[5]), 4e9), (float(first[1]), 0.0))
+    assert float(second[3]) == pytest.approx(bottom + (top - bottom) * 2e9 / most, abs=0.1)
+    assert [tick["text"] for tick in drawn["ticks"]] == ["0", "1", "2", "3", "4"]
+    many = steps({**timeline(), "ranks": timeline()["ranks"] * 32}, CURVES * 32)
+    assert many is not None
+    assert [many["paths"][place]["text"] for place in (0, -1)] == ["stage 0", "stage 63"]
+    assert len(many["paths"]) == 7
+    assert steps(timeline(), [[], []]) is None
 
 
 def test_the_scatter_puts_the_best_where_they_are() -> None:

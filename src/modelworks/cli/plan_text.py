@@ -69,6 +69,14 @@ def _print_winner(answer: dict[str, Any], winner: dict[str, Any], output: Output
         output.print(f"the best: --layout {winner['layout']}")
     for text in answer["explanation"] or winner["reasons"]:
         output.print(f"  {text}")
+    if waiting := _on_host(winner):
+        output.print(f"  {waiting}")
+
+
+def _on_host(found: dict[str, Any]) -> str:
+    """What offload asks of the hosts; empty without."""
+    size = found["host_memory_bytes"]
+    return f"{size / 1e9:,.1f} GB wait in each host's memory: its size is not in the catalogue" if size else ""
 
 
 def _print_neighbours(neighbours: list[dict[str, Any]], output: Output) -> None:
@@ -94,6 +102,8 @@ def _print_nothing_fits(answer: dict[str, Any], output: Output) -> None:
         if each["fits"]:
             limit, needed = each["memory_limit_bytes"] / 1e9, each["memory_bytes"] / 1e9
             output.print(f"  {each['change']}: fits, {needed:,.1f} of {limit:,.0f} GB: --layout {each['layout']}")
+            if waiting := _on_host(each):
+                output.print(f"    {waiting}")
 
 
 def _print_run(answer: dict[str, Any], output: Output) -> None:

@@ -19,7 +19,7 @@ from modelworks.plan.job import Job
 from modelworks.plan.layout_keys import layout_of, layout_overrides, layout_text
 from modelworks.plan.prices import Price, price_of
 from modelworks.plan.search import Points, Search
-from modelworks.plan.timeline_cut import cut_timeline
+from modelworks.plan.timeline_cut import cut_curves, cut_timeline
 
 POINTS = 1500  # of a search, in an answer: about as many as can be told apart
 _CELLS = 48  # of a grid over points, along each side
@@ -59,6 +59,7 @@ def layout_answer(candidate: Candidate, prediction: Prediction, *, price: float 
         "memory_bytes": prediction.memory,
         "memory_limit_bytes": prediction.memory_limit,
         "fits": prediction.fits,
+        "host_memory_bytes": prediction.host_memory,
         "usd_per_million_tokens": dollars,
         "time_seconds": dict(prediction.parts),
         "fullest_rank_bytes": dict(prediction.bytes),
@@ -69,7 +70,12 @@ def layout_answer(candidate: Candidate, prediction: Prediction, *, price: float 
 def details_answer(prediction: Prediction) -> dict[str, Any]:
     """What is told of the first layout only: every rank along the pipeline, and the schedule as it was simulated."""
     timeline = None if prediction.timeline is None else cut_timeline(prediction.timeline)
-    return {"stage_bytes": [dict(each) for each in prediction.bytes_by_stage], "timeline": timeline}
+    curves = prediction.activations_over_time
+    return {
+        "stage_bytes": [dict(each) for each in prediction.bytes_by_stage],
+        "timeline": timeline,
+        "activation_bytes_over_time": None if timeline is None or curves is None else cut_curves(curves, timeline),
+    }
 
 
 def search_answer(found: Search) -> dict[str, Any]:

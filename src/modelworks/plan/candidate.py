@@ -18,13 +18,23 @@ from modelworks.layout.pipeline import Costs, Timeline
 from modelworks.plan.columns import Shape, Split
 from modelworks.plan.compute import Work, model_flops
 from modelworks.plan.constants import CONSTANTS, Constants
+from modelworks.plan.held import held_over_time
 from modelworks.plan.machine import Machine, Numerics
 from modelworks.plan.optimizer_bytes import state_bytes
 from modelworks.plan.pipeline import Pipelined, Sends, pipelined, seconds_of_step, simulated, stage_costs
-from modelworks.plan.rank_bytes import bytes_by_rank, ranks_of, stages_of_ranks, stored_by_rank
+from modelworks.plan.rank_bytes import (
+    activations_over_time,
+    bytes_by_rank,
+    host_bytes,
+    ranks_of,
+    stages_of_ranks,
+    stored_by_rank,
+)
 from modelworks.plan.software import MODELWORKS, Software
 from modelworks.plan.step_time import StepTime, layer_costs, step_time
 from modelworks.plan.stored import Stored, stages
+
+MOST_COMPUTATIONS = 2**18  # of a timeline that is kept
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,11 @@ class Prediction:
     """Seconds and bytes. parts: of the step, by cause. bytes: of the fullest rank, by what they hold.
 
     by_stage: stored bytes of each rank along the pipeline; bytes_by_stage: all that it holds, like `bytes`. bubble:
-    part of the step in which the mean rank waits in the pipeline. model_flops: of the whole step, causal attention,
-    nothing recomputed. mfu: those over the datasheet's peak of the products' dtype. reasons: sentences.
+    part of the step in which the mean rank waits in the pipeline. timeline: None without a pipeline, and where it would
+    have more than `MOST_COMPUTATIONS`. activations_over_time: beside a timeline, for each rank (seconds, bytes of
+    activations that it keeps from then on). host_memory: bytes in one host's memory, 0 without offload. model_flops: of
+    the whole step, causal attention, nothing recomputed. mfu: those over the datasheet's peak of the products' dtype.
+    reasons: sentences.
     """
 
     step_seconds: float
@@ -68,6 +81,8 @@ class Prediction:
     bytes_by_stage: list[dict[str, float]]
     bubble: float
     timeline: Timeline | None
+    activations_over_time: list[list[tuple[float, float]]] | None
+    host_memory: float
     tokens_per_second: float
     model_flops: float
     model_flops_full_attention: float
@@ -126,11 +141,12 @@ def evaluate(
         parts["idle"] += pipeline.seconds_without_sends - formula
         parts["sends"] = pipeline.outcome.makespan - pipeline.seconds_without_sends
     total = sum(parts.values())
+    numerics = Numerics.of(candidate.precision)
     by_stage = stored_by_rank(
         model,
         parallel,
         ranks,
-        numerics=Numerics.of(candidate.precision),
+        numerics=numerics,
         micro_batches=int(split.n_micro_batches),
         optimizer=candidate.optimizer,
     )
@@ -139,6 +155,8 @@ def evaluate(
     size = max(by_rank, key=lambda each: sum(each.values()))
     tokens = candidate.global_batch * candidate.seq_len
     causal, full = (float(flops) * tokens for flops in model_flops(work))
+    drawn = pipeline.timeline() if pipeline and timeline and pipeline.computations <= MOST_COMPUTATIONS else None
+    curves = held_over_time(drawn, pipeline.layers) if pipeline and drawn else None
     needed, limit = sum(size.values()), float(work.machine.memory) * (1.0 - headroom)
     return Prediction(
         step_seconds=total,
@@ -149,7 +167,9 @@ def evaluate(
         by_stage=by_stage,
         bytes_by_stage=by_rank,
         bubble=pipeline.outcome.bubble if pipeline else 0.0,
-        timeline=pipeline.timeline() if pipeline and timeline else None,
+        timeline=drawn,
+        activations_over_time=activations_over_time(model, work, ranks, by_stage, curves) if curves else None,
+        host_memory=host_bytes(model, parallel, work, ranks, held, numerics=numerics, optimizer=candidate.optimizer),
         tokens_per_second=tokens / total,
         model_flops=causal,
         model_flops_full_attention=full,
@@ -206,6 +226,11 @@ class _Pipeline:
     @property
     def seconds_without_sends(self) -> float:
         return seconds_of_step(self.schedule, self.computing, self.pp, self.n_micro_batches, self.virtual)
+
+    @property
+    def computations(self) -> int:
+        """Of all ranks, a backward pass in two halves counting two."""
+        return 3 * len(self.layers) * self.n_micro_batches
 
     @property
     def outcome(self) -> Pipelined:

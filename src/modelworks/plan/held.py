@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from modelworks.layout import V_SHAPED
 from modelworks.layout.pipeline import FULL_GRADIENT, Timeline, compute_orders, placed_stages, rounds
+from modelworks.plan.columns import Array
 
 FILLING = 2  # rounds after which a pipeline has held the most it will
 
@@ -22,26 +23,45 @@ FILLING = 2  # rounds after which a pipeline has held the most it will
 @lru_cache(maxsize=4096)
 def most_held(schedule: str, layers: tuple[int, ...], pp: int, n_micro_batches: int, virtual: int) -> tuple[float, ...]:
     """By rank. layers: of each stage."""
+    counts = np.array(layers, dtype=np.float64)[stages_by_rank(schedule, pp, virtual)]
     if schedule == "gpipe":
-        return tuple(float(n_micro_batches * each) for each in layers)
-    if (enough := shortened(schedule, pp, n_micro_batches, FILLING)) < n_micro_batches:
-        return most_held(schedule, layers, pp, enough, virtual)
+        return tuple((n_micro_batches * counts[:, 0]).tolist())
+    now = in_flight_over_step(schedule, pp, shortened(schedule, pp, n_micro_batches, FILLING), virtual)
+    return tuple((now @ counts[:, :, None]).max(axis=(1, 2)).tolist())
+
+
+@lru_cache(maxsize=1024)
+def in_flight_over_step(schedule: str, pp: int, n_micro_batches: int, virtual: int) -> Array:
+    """(rank, forward pass of it, place on it): micro-batches that each of its stages keeps after that pass."""
     if schedule in V_SHAPED:
-        return tuple(_followed(order, layers) for order in _v_orders(schedule, pp, n_micro_batches))
-    placed = stages_by_rank(schedule, pp, virtual)
-    counts = np.array(layers, dtype=np.float64)[placed]
-    chunks = placed.shape[1]
+        return _followed(schedule, pp, n_micro_batches)
+    chunks = stages_by_rank(schedule, pp, virtual).shape[1]
     parts = [len(part) for part in rounds(pp, n_micro_batches)]
-    filled = np.concatenate([np.repeat(counts, part, axis=1) for part in parts], axis=1).cumsum(axis=1)
-    freed = np.concatenate([np.repeat(counts[:, ::-1], part, axis=1) for part in parts], axis=1).cumsum(axis=1)
-    freed = np.concatenate([np.zeros((pp, 1)), freed], axis=1)
+    forwards = np.concatenate([np.repeat(np.eye(chunks), part, axis=0) for part in parts]).cumsum(axis=0)
+    backwards = np.concatenate([np.repeat(np.eye(chunks)[::-1], part, axis=0) for part in parts]).cumsum(axis=0)
+    freed = np.concatenate([np.zeros((1, chunks)), backwards])
     behind = pp - 1 - np.arange(pp)
-    warmup = (chunks - 1) * parts[0] + (2 if schedule == "interleaved" else 1) * behind
+    warmup = n_micro_batches if schedule == "gpipe" else (chunks - 1) * parts[0]
+    warmup = warmup + (2 if schedule == "interleaved" else 1) * behind
     if schedule in ("zb-h1", "interleaved-zb"):
         warmup = warmup + np.arange(pp)  # a weight gradient that waits frees nothing yet
-    done = np.maximum(np.arange(filled.shape[1])[None, :] - warmup[:, None], 0)
-    held = filled - np.take_along_axis(freed, done, axis=1)
-    return tuple(held.max(axis=1).tolist())
+    done = np.maximum(np.arange(len(forwards))[None, :] - warmup[:, None], 0)
+    return np.asarray(forwards[None] - freed[done])
+
+
+def _followed(schedule: str, pp: int, n_micro_batches: int) -> Array:
+    """The same from the order itself."""
+    found = np.zeros((pp, 2 * n_micro_batches, 2))
+    for rank, order in enumerate(compute_orders(schedule, pp, n_micro_batches, 1)):
+        now, place = [0, 0], 0
+        for kind, stage, _ in order:
+            if kind == "forward":
+                now[stage >= pp] += 1
+                found[rank, place] = now
+                place += 1
+            elif kind in FULL_GRADIENT:
+                now[stage >= pp] -= 1
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -73,21 +93,3 @@ def held_over_time(timeline: Timeline, layers: Sequence[int]) -> list[list[tuple
             curve.append((seconds, held))
         curves.append(curve)
     return curves
-
-
-@lru_cache(maxsize=256)
-def _v_orders(schedule: str, pp: int, n_micro_batches: int) -> list[list[tuple[int, int]]]:
-    """By rank: (1, stage) where a forward pass keeps something, (-1, stage) where a gradient frees it."""
-    return [
-        [
-            (1 if kind == "forward" else -1, stage)
-            for kind, stage, _ in order
-            if kind == "forward" or kind in FULL_GRADIENT
-        ]
-        for order in compute_orders(schedule, pp, n_micro_batches, 1)
-    ]
-
-
-def _followed(order: Sequence[tuple[int, int]], layers: tuple[int, ...]) -> float:
-    signs, stages = np.array(order).T
-    return float(np.max(np.cumsum(signs * np.array(layers)[stages]), initial=0.0))

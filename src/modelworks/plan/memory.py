@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from modelworks.layout.loss_chunks import CHUNK_BYTES, LEAST_TOKENS
-from modelworks.plan.columns import OFFLOAD, Column, Split
+from modelworks.plan.columns import Column, Split
 from modelworks.plan.compute import Work
 from modelworks.plan.elements import layer_elements, layer_expert_elements
 from modelworks.plan.pipeline import V_SHAPED, Stages, in_flight, stage_counts
@@ -257,22 +257,6 @@ def rank_memory(
     communicators = (split.tp > 1) * 1.0 + (split.pp > 1) + (split.data_ranks > 1)
     context = constants.context + communicators * constants.communicator
     return Memory(parameters, gradients, optimizer, activations, working, loss, gather, buffers, slack, context)
-
-
-def host_memory(work: Work) -> Column:
-    """Bytes in the memory of one host, for the devices of its node: what they keep there. Saved on disk (NVMe), the
-    optimiser's state takes none; copies for saving are not counted."""
-    split, machine = work.split, work.machine
-    at_home = replace(work, split=split.with_(offload=0.0))
-    stages = stage_counts(work.shape, split, 0.0)
-    parameters, _, state = stored_bytes(
-        at_home, stages.first, np.where(split.pp > 1.0, 1.0, 2.0 - work.shape.tied), 1.0
-    )
-    activations = stages.first * in_flight(split) * layer_activations(work)
-    each = np.where(split.offload == OFFLOAD["cpu"], state, 0.0)
-    each = each + np.where(_parameters_wait(split), parameters, 0.0)
-    each = each + np.where(split.offload_activations > 0, activations, 0.0)
-    return each * np.minimum(machine.node, split.world)
 
 
 def _parameters_wait(split: Split) -> Column:

@@ -51,6 +51,11 @@ def most_bytes(work: Work, rank: Held, stored: Stored, bucket: float) -> dict[st
     return max(_Moments(work, rank, stored, bucket).all(), key=lambda moment: sum(moment.values()))
 
 
+def kept_bytes(work: Work, rank: Held, stored: Stored) -> float:
+    """Of activations, between the forward passes that keep `rank.held` and the backward passes."""
+    return _Moments(work, rank, stored, 0.0)._activations(0.0)
+
+
 class _Moments:
     """All moments of one rank. Bytes throughout."""
 

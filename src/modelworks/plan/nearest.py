@@ -7,6 +7,7 @@ is predicted in full.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +15,9 @@ from modelworks.plan.constants import Constants
 from modelworks.plan.found import Attempt, Nearest
 from modelworks.plan.job import MOST_DEVICES, Job, Limits
 from modelworks.plan.table import Table
+from modelworks.plan.worlds import least_stored, node_size, sizes
+
+TRIED = 32  # numbers of nodes between one that is not enough and one that is
 
 # Keys that a user may have fixed, with what leaving each open would allow; the cheapest first.
 _OPEN = {
@@ -52,35 +56,40 @@ def _relaxed(limits: Limits) -> Iterator[tuple[str, Limits]]:
 
 
 def _more_devices(job: Job, limits: Limits, constants: Constants) -> list[Attempt]:
-    """A number of devices that is enough, in whole nodes, else the last that was not.
+    """The fewest devices that are enough, parts of a node and then whole nodes, else the last number that was not.
 
-    Found by doubling, and then among the eighths of what lies between: within an eighth of the fewest, not the fewest
-    itself. Twice the devices never need more memory on the fullest one, so that the doubling misses nothing.
+    Every number is tried from the first on that could store the model, as long as these are few; of many, those between
+    the last failure and the first success in doubling, and among them one in so many.
     """
-    link = job.device.link
-    node = (link.devices or 256) if link else 1
     keys = [key for key in ("dp_replicate", "dp_shard", "tp", "cp", "pp") if key in limits.fixed]
     if len(keys) == 5:  # the limits say how many devices there are
         limits = limits.without("dp_replicate", "dp_shard")
-    size, failed = max(job.n_devices, node), None
-    part_of_a_node = job.n_devices < node  # then the whole node is tried first
-    while size < MOST_DEVICES and size <= 4096 * job.n_devices:
-        below, size = size, size if part_of_a_node else size * 2
-        part_of_a_node = False
-        attempt = _devices(job, limits, constants, size)
-        if attempt is None:
-            continue
-        if attempt.fits:
-            between = range(below + node, size, max(node, (size - below) // 8 // node * node))
-            smaller = (_devices(job, limits, constants, each) for each in between)
-            found = next((each for each in smaller if each and each.fits), attempt)
-            return [found]
-        failed = attempt
+    capacity = job.device.memory_gb * 1e9 * (1.0 - limits.headroom)
+    least = job.n_devices + 1
+    if limits.fixed.get("offload", "none") == "none":
+        least = max(least, math.ceil(least_stored(job) / capacity))
+    node = node_size(job.device)
+    for size in sizes(job, node - 1):
+        if size >= least and (attempt := _enough(job, limits, constants, size)):
+            return [attempt]
+    begin = max(1, math.ceil(least / node))
+    below = nodes = begin
+    while nodes * node <= min(MOST_DEVICES, 4096 * max(job.n_devices, node)):
+        if attempt := _enough(job, limits, constants, nodes * node):
+            between = range(begin if nodes - begin <= TRIED else below + 1, nodes)
+            stride = max(1, len(between) // TRIED)
+            smaller = (_enough(job, limits, constants, each * node) for each in between[::stride])
+            return [next(filter(None, smaller), attempt)]
+        below, nodes = nodes, nodes * 2
+    failed = _attempt(f"{below * node:,} devices", Table(job, limits, below * node, constants))
     return [failed] if failed else []
 
 
-def _devices(job: Job, limits: Limits, constants: Constants, size: int) -> Attempt | None:
-    return _attempt(f"{size:,} devices", Table(job, limits, size, constants))
+def _enough(job: Job, limits: Limits, constants: Constants, size: int) -> Attempt | None:
+    """Of so many devices, where a layout fits."""
+    table = Table(job, limits, size, constants)
+    attempt = _attempt(f"{size:,} devices", table) if table.may_fit() else None
+    return attempt if attempt and attempt.fits else None
 
 
 def _attempt(change: str, table: Table) -> Attempt | None:

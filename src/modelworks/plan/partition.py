@@ -1,12 +1,14 @@
 """Layers to stages by the seconds that they take here, head included, under the memory of each rank.
 
-The trainer's own `auto` balances FLOPs, which are the same on every machine. What a stage takes is seconds: a head
-whose vocabulary is no multiple of a tile, or that is bound by memory, costs more than its FLOPs say. `improved` places
-layers by seconds, exactly (`layout.pipeline.least_maximum`), and where that differs gives the candidate a
-`pp_partition` of its own. Looking up embeddings costs bytes only, of which the first stage's memory limit knows.
+The trainer's own `auto` balances FLOPs of stages, which are the same on every machine. What a step waits for is the
+rank with the most seconds: a head whose vocabulary is no multiple of a tile, or that is bound by memory, costs more
+than its FLOPs say, and of a rank with several stages their sum counts. `best_partition` makes the most loaded rank as
+little loaded as layers that are whole allow, by dynamic programming over (ranks, layers). Such partitions are many:
+the most even ones with what is left over early or late, on ranks and on their stages, are simulated, and the fastest
+is taken. Looking up embeddings costs bytes only, of which the first rank's memory knows.
 
-With several stages on a rank, each is allowed its share of the rank's memory, so that the answer fits but need not be
-the very best of those that do.
+The layers of a rank are spread evenly over its stages, the head counting as layers. Where that does not fit, they move
+to the later ones, which keep fewer micro-batches, until it does.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from modelworks.layout.pipeline import least_maximum, peak_formula
-from modelworks.plan.candidate import Candidate, candidate_work
+from modelworks.layout import V_SHAPED
+from modelworks.layout.pipeline import least_maximum
+from modelworks.plan.candidate import Candidate, candidate_work, costs_of_stages
 from modelworks.plan.compute import Work
 from modelworks.plan.constants import CONSTANTS, Constants
+from modelworks.plan.held import FILLING, in_flight_over_step, shortened, stages_by_rank
 from modelworks.plan.memory import rank_memory
-from modelworks.plan.rank_bytes import ranks_of
+from modelworks.plan.pipeline import seconds_of_step
 from modelworks.plan.step_time import layer_costs
 from modelworks.plan.stored import stages
+
+Spread = tuple[int, ...]  # layers of each stage of a rank
 
 
 def improved(candidate: Candidate, constants: Constants = CONSTANTS, *, headroom: float = 0.0) -> Candidate | None:
@@ -37,34 +43,116 @@ def improved(candidate: Candidate, constants: Constants = CONSTANTS, *, headroom
 def best_partition(
     candidate: Candidate, constants: Constants = CONSTANTS, *, headroom: float = 0.0
 ) -> list[int] | None:
-    """Layers of each stage such that the costliest takes as little as possible; None where memory allows none."""
-    work = candidate_work(candidate, constants)
-    n_layers = candidate.model.n_layers
-    n_stages = len(stages(candidate.model, candidate.parallel, candidate.seq_len))
-    layer, head, sends = layer_costs(work)
-    beside = max(0.0, float(head.total) - float(sends.busy))  # the last stage exchanges with one other only
-    most = most_layers(candidate, work, n_stages, headroom)
-    return least_maximum([float(layer.total)] * n_layers, n_stages, last=beside, most=most)
-
-
-def most_layers(candidate: Candidate, work: Work, n_stages: int, headroom: float) -> list[int]:
-    """Layers that fit on each stage, with all that lies beside them."""
-    parallel, n_layers = candidate.parallel, candidate.model.n_layers
+    """Layers of each stage such that the most loaded rank has as little to do as possible; None where memory allows no
+    partition."""
+    parallel = candidate.parallel
     if parallel.pp == 1:
-        return [n_layers]
-    chunks = n_stages // parallel.pp
-    limit = float(work.machine.memory) * (1.0 - headroom)
+        return None
+    work = candidate_work(candidate, constants)
+    layer, head, sends = layer_costs(work)
+    # the last stage exchanges with one other only
+    beside = max(0.0, float(head.total) - float(sends.busy)) / float(layer.total)
+    found = []
+    for late in (False, True):
+        spreads = [_spreads(candidate, work, rank, beside, headroom, late=late) for rank in range(parallel.pp)]
+        found += [_joined(candidate, spreads, beside, late=each) for each in (False, True)]
+    virtual = 1 if parallel.pp_schedule in V_SHAPED else parallel.pp_virtual
+    least = min((load for _, load in filter(None, found)), default=np.inf) * (1.0 + 1e-12)
+    times = {
+        counts: seconds_of_step(
+            parallel.pp_schedule,
+            costs_of_stages(work, counts)[0],
+            parallel.pp,
+            int(work.split.n_micro_batches),
+            virtual,
+        )
+        for counts, load in filter(None, found)
+        if load <= least
+    }
+    return list(min(times, key=lambda counts: times[counts])) if times else None
+
+
+def _joined(
+    candidate: Candidate, spreads: list[dict[int, Spread]], beside: float, *, late: bool
+) -> tuple[Spread, float] | None:
+    """(layers of each stage, load of the most loaded rank), left-over layers on early or on late ranks."""
+    parallel, n_layers = candidate.parallel, candidate.model.n_layers
+    placed = stages_by_rank(parallel.pp_schedule, parallel.pp, parallel.pp_virtual)
+    loads = np.full((parallel.pp, n_layers + 1), np.inf)
+    for rank, mine in enumerate(spreads):
+        for count in mine:
+            loads[rank, count] = count + beside * (placed.max() in placed[rank])
+    begin, end = np.meshgrid(np.arange(n_layers + 1), np.arange(n_layers + 1), indexing="ij")
+    costs = [np.where(end >= begin, mine[np.maximum(end - begin, 0)], np.inf) for mine in loads]
+    counts = least_maximum(costs if late else costs[::-1])
+    if counts is None:
+        return None
+    counts = counts if late else counts[::-1]
+    stage_counts = [0] * placed.size
+    for rank, count in enumerate(counts):
+        for stage, held in zip(placed[rank], spreads[rank][count], strict=True):
+            stage_counts[stage] = held
+    return tuple(stage_counts), max(float(loads[rank, count]) for rank, count in enumerate(counts))
+
+
+def _spreads(
+    candidate: Candidate, work: Work, rank: int, beside: float, headroom: float, *, late: bool
+) -> dict[int, Spread]:
+    """For every number of layers that fits on a rank, how they lie on its stages: what is left over on early or late
+    ones."""
+    model, parallel = candidate.model, candidate.parallel
+    mine = stages_by_rank(parallel.pp_schedule, parallel.pp, parallel.pp_virtual)[rank]
+    last = parallel.pp * len(mine) - 1
+    least = [0 if stage in (0, last) else 1 for stage in mine]
+    first, has_loss = 0 in mine, last in mine
+    possible = [
+        spread
+        for number in range(sum(least), model.n_layers + 1)
+        for spread in _moved_back(_even(number, least, beside if has_loss else 0.0, late=late), least)
+    ]
+    if not possible:
+        return {}
     micro_batches = int(work.split.n_micro_batches)
-    layers = np.arange(n_layers + 1, dtype=np.float64)
-    most = [0] * n_stages
-    placed = [[stage] for stage in range(n_stages)]  # numbers of stages instead of layers
-    for place, rank in enumerate(ranks_of(parallel, placed)):
-        held = peak_formula(parallel.pp_schedule, parallel.pp, micro_batches, parallel.pp_virtual, rank=place) / chunks
-        ends, has_loss = rank.ends(candidate.model), float(rank.last)
-        needed = rank_memory(
-            work, layers=layers, held=held, ends=ends, first=float(rank.first), has_loss=has_loss
-        ).total
-        fitting = int(np.sum(np.broadcast_to(needed, len(layers)) <= limit)) - 1
-        for stage in rank.layers:
-            most[stage] = max(fitting, 0) // chunks
-    return most
+    if parallel.pp_schedule != "gpipe":
+        micro_batches = shortened(parallel.pp_schedule, parallel.pp, micro_batches, FILLING)
+    layers = np.array(possible, dtype=np.float64)
+    now = in_flight_over_step(parallel.pp_schedule, parallel.pp, micro_batches, parallel.pp_virtual)[rank]
+    kept = (np.unique(now, axis=0) @ layers.T).max(axis=0)
+    total = layers.sum(axis=1)
+    needed = rank_memory(
+        work,
+        layers=total,
+        held=kept / np.maximum(total, 1.0),
+        ends=float(first) + float(has_loss) - float(first and has_loss and model.tie_embeddings),
+        first=float(first),
+        has_loss=float(has_loss),
+    ).total
+    fits = np.broadcast_to(needed, len(possible)) <= float(work.machine.memory) * (1.0 - headroom)
+    found: dict[int, Spread] = {}
+    for spread, fitting in zip(possible, fits, strict=True):
+        if fitting:
+            found.setdefault(sum(spread), spread)
+    return found
+
+
+def _even(number: int, least: list[int], beside: float, *, late: bool) -> Spread:
+    """So many layers over stages, each to the one that has least, and a late or early one among equals; the last has a
+    head."""
+    counts = list(least)
+    head = [0.0] * (len(least) - 1) + [beside]
+    for _ in range(number - sum(least)):
+        costs = [count + more for count, more in zip(counts, head, strict=True)]
+        places = range(len(counts) - 1, -1, -1) if late else range(len(counts))
+        counts[min(places, key=costs.__getitem__)] += 1
+    return tuple(counts)
+
+
+def _moved_back(spread: Spread, least: list[int]) -> list[Spread]:
+    """The spread, and then with one layer after the other moved from its first stage that can spare one to its last."""
+    found, counts = [spread], list(spread)
+    for place in range(len(counts) - 1):
+        while counts[place] > least[place]:
+            counts[place] -= 1
+            counts[-1] += 1
+            found.append(tuple(counts))
+    return found

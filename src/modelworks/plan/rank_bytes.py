@@ -13,11 +13,13 @@ import numpy as np
 
 from modelworks.config import ModelConfig, ParallelConfig
 from modelworks.layout import Layout, stages_of
+from modelworks.plan.columns import Array
 from modelworks.plan.compute import Work
 from modelworks.plan.machine import Numerics
-from modelworks.plan.memory import Memory, rank_memory
-from modelworks.plan.moments import Held, most_bytes
+from modelworks.plan.memory import Memory, layer_activations, rank_memory
+from modelworks.plan.moments import Held, kept_bytes, most_bytes
 from modelworks.plan.pipeline import Stages
+from modelworks.plan.step_time import HOST_DEVICES
 from modelworks.plan.stored import Stored, stored
 
 
@@ -120,6 +122,80 @@ def bytes_by_rank(
         exact = {"parameters": each.parameters, "gradients": each.gradients, "optimizer": each.optimizer}
         found.append({name: float(exact.get(name, arrays[name][place])) for name in names})
     return found
+
+
+def host_bytes(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    work: Work,
+    ranks: Sequence[Rank],
+    held: Sequence[float],
+    *,
+    numerics: Numerics,
+    optimizer: str,
+) -> float:
+    """In the memory of the fullest host, for its devices: the optimiser's state, and parameters and activations where
+    they wait there. Saved on disk (NVMe) it takes none; copies for saving are not counted. held: as of
+    `bytes_by_rank`.
+    """
+    split = work.split
+    if parallel.offload != "cpu" and not (parallel.offload_params or parallel.offload_activations):
+        return 0.0
+    at_home = stored_by_rank(
+        model,
+        parallel.model_copy(update={"offload": "none"}),
+        ranks,
+        numerics=numerics,
+        micro_batches=int(split.n_micro_batches),
+        optimizer=optimizer,
+    )
+    layer = float(layer_activations(work))
+    each = [
+        stored.optimizer * (parallel.offload == "cpu")
+        + stored.parameters * (parallel.offload_params and parallel.zero == 3)
+        + kept * layer * parallel.offload_activations
+        for stored, kept in zip(at_home, held, strict=True)
+    ]
+    # ranks are numbered along the pipeline last, and hosts hold those that follow each other
+    together = int(split.world) // parallel.pp
+    before = np.concatenate([[0.0], np.cumsum(np.array(each) * together)])
+    hosts = np.arange(0, int(split.world), int(min(float(work.machine.node), HOST_DEVICES)))
+    ends = np.append(hosts[1:], int(split.world))
+    place = np.arange(parallel.pp + 1) * together
+    return float(np.max(np.interp(ends, place, before) - np.interp(hosts, place, before)))
+
+
+def activations_over_time(
+    model: ModelConfig,
+    work: Work,
+    ranks: Sequence[Rank],
+    stores: Sequence[Stored],
+    curves: Sequence[Sequence[tuple[float, float]]],
+) -> list[list[tuple[float, float]]]:
+    """By rank: (seconds, bytes of activations that it keeps from then on). curves: the same in layers times
+    micro-batches, as `held_over_time` gives them.
+
+    Their most is what `bytes_by_rank` calls activations; on a machine that was measured that is of the fullest moment,
+    which need not be the one that keeps most of them."""
+    found = []
+    for rank, each, curve in zip(ranks, stores, curves, strict=True):
+        amounts = sorted({held for _, held in curve})
+        kept = dict(zip(amounts, _kept(model, work, rank, each, np.array(amounts)).tolist(), strict=True))
+        found.append([(seconds, kept[held]) for seconds, held in curve])
+    return found
+
+
+def _kept(model: ModelConfig, work: Work, rank: Rank, stored: Stored, held: Array) -> Array:
+    """Bytes. held: layers times micro-batches at once."""
+    if work.machine.measured is not None:
+        stages = float(work.split.virtual)
+        return np.array([kept_bytes(work, _held(rank, model, float(each), stages), stored) for each in held])
+    layers, ends = float(len(rank.layers)), rank.ends(model)
+    each = held / max(layers, 1.0)
+    kept = rank_memory(
+        work, layers=layers, held=each, ends=ends, first=float(rank.first), has_loss=float(rank.last)
+    ).activations
+    return np.array(np.broadcast_to(kept, held.shape))
 
 
 def _held(rank: Rank, model: ModelConfig, held: float, stages: float) -> Held:

@@ -10,6 +10,8 @@ What is not listed, and why no layout is lost by it (unless a limit asks for it)
     sequence_parallel false   where true is accepted: true exchanges the same bytes and keeps fewer
     micro-batches that leave  a rest: every micro-batch of a step has the same rows
     cp_mode ulysses           is not modelled; ring serves every number of heads
+    micro-batches that are    too large for all devices together: the input of one layer, in two bytes an element,
+    never held                takes more than all their memory
 
 `splits` lists layouts under the 1F1B schedule, which of all keeps the fewest micro-batches; `with_schedules` gives rows
 of it the others.
@@ -163,7 +165,7 @@ def complexity(candidate: Candidate) -> int:
 
 def splits(job: Job, limits: Limits, n_devices: int) -> Space:
     """Every layout of so many devices under its first schedule: 1F1B, where the limits do not ask for another."""
-    ask = _Checks(job, limits)
+    ask = _Checks(job, limits, n_devices)
     parts: list[dict[str, Rows]] = []
     schedules: dict[int, list[tuple[int, int]]] = {}
     for tp, sequence_parallel, cp in ask.inner(n_devices):
@@ -194,7 +196,7 @@ def splits(job: Job, limits: Limits, n_devices: int) -> Space:
 
 def with_schedules(job: Job, limits: Limits, space: Space) -> Space:
     """Each row once for every schedule that its pipeline may have."""
-    ask = _Checks(job, limits)
+    ask = _Checks(job, limits, job.n_devices)
     spaces = []
     for pp in np.unique(space.pp):
         here = np.flatnonzero(space.pp == pp)
@@ -209,7 +211,7 @@ def with_schedules(job: Job, limits: Limits, space: Space) -> Space:
 
 def schedules_of(job: Job, limits: Limits, space: Space) -> int:
     """Rows that `with_schedules` would give."""
-    ask = _Checks(job, limits)
+    ask = _Checks(job, limits, job.n_devices)
     degrees, rows = np.unique(space.pp, return_counts=True)
     return sum(len(ask.schedules(int(pp))) * int(number) for pp, number in zip(degrees, rows, strict=True))
 
@@ -221,9 +223,11 @@ _V_SHAPED = [SCHEDULES.index(name) for name in V_SHAPED]
 class _Checks:
     """The trainer's checks, a few keys at a time, under the user's limits."""
 
-    def __init__(self, job: Job, limits: Limits) -> None:
+    def __init__(self, job: Job, limits: Limits, n_devices: int) -> None:
         self._config = job.run_config(ParallelConfig(cp_mode=limits.fixed.get("cp_mode", "ring")))
         self._limits = limits
+        row = 2.0 * job.seq_len * job.model.d_model  # bytes of a layer's input, at least
+        self._most_rows = max(1, int(n_devices * job.device.memory_gb * 1e9 / row))
         self._outer: dict[tuple[int, int, bool], list[tuple[int, ...]]] = {}
 
     def inner(self, n_devices: int) -> Iterator[tuple[int, int, int]]:
@@ -273,7 +277,8 @@ class _Checks:
         limits, rows = self._limits, self._config.train.global_batch // dp
         experts = self._config.model.n_experts
         modes = [index for index, mode in enumerate(MODES) if limits.allows("recompute", mode)]
-        micro_batches = [size for size in _divisors(rows) if limits.allows("micro_batch", size)]
+        most = None if "micro_batch" in limits.fixed else self._most_rows
+        micro_batches = [size for size in _divisors(rows, most) if limits.allows("micro_batch", size)]
         away = OFFLOADS.index(limits.fixed.get("offload", "none"))
         for shard in _divisors(dp):
             replicate = dp // shard

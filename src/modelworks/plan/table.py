@@ -139,6 +139,7 @@ class Table:
         if not len(self):
             return []
         lowest = np.argsort(self.memory, kind="stable")[:EXPANDED]
+        lowest = lowest[self.memory[lowest] <= self.memory[lowest[0]] * (1.0 + MARGIN_OTHERS)]
         space = with_schedules(self.job, self.limits, self.space.rows(lowest))
         memory = self.bytes_of(space)
         order = np.lexsort((space.complexity(), np.round(memory / 1e6)))[:number]
@@ -191,6 +192,8 @@ class Table:
             near = np.flatnonzero(self.memory <= self.limit * (1.0 + margin))
             self._count("do not fit even under 1F1B, whatever the schedule", len(every) - len(near))
             every = every.rows(near)
+            if not len(every):
+                return every
             times = self._times(every)
             self.points.step[near] = times.step
             sure = np.sort(times.step[self.memory[near] <= self.limit * (1.0 - self.margin)])

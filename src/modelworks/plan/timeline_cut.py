@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelworks.layout.pipeline import Timed, Timeline
@@ -27,6 +28,21 @@ def cut_timeline(timeline: Timeline, per_rank: int = PER_RANK) -> dict[str, Any]
         "left_out_to_seconds": None if whole else end,
         "ranks": [[[*timed.action, timed.start, timed.end] for timed in rank] for rank in kept],
     }
+
+
+def cut_curves(curves: Sequence[Sequence[tuple[float, float]]], cut: Mapping[str, Any]) -> list[list[list[float]]]:
+    """Of values over time, each [seconds, value from then on], what lies where `cut_timeline` left the ranks; and the
+    value with which a middle that is left out ends."""
+    begin, end = cut["left_out_from_seconds"], cut["left_out_to_seconds"]
+    if begin is None:
+        return [[list(point) for point in curve] for curve in curves]
+    kept = []
+    for curve in curves:
+        passed = [value for seconds, value in curve if seconds < end][-1:]
+        before = [[seconds, value] for seconds, value in curve if seconds <= begin]
+        after = [[seconds, value] for seconds, value in curve if seconds >= end]
+        kept.append([*before, *([end, value] for value in passed), *after])
+    return kept
 
 
 def _middle(ranks: list[list[Timed]], most: int) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from modelworks.config import count_parameters
+from modelworks.hardware import Device
 from modelworks.plan.constants import Constants
 from modelworks.plan.found import TIE, Found
 from modelworks.plan.job import Job, Limits
@@ -52,11 +53,15 @@ def cheapest(job: Job, limits: Limits, constants: Constants, placements: Placeme
 
 def sizes(job: Job, most: int | None = None) -> Iterator[int]:
     """Numbers of devices worth having, ascending up to `most` (the job's own)."""
-    most = most or job.n_devices
-    link = job.device.link
-    node = (link.devices or 256) if link else 1
+    most = job.n_devices if most is None else most
+    node = node_size(job.device)
     yield from (size for size in range(1, min(node, most + 1)) if node % size == 0)
     yield from range(node, most + 1, node)
+
+
+def node_size(device: Device) -> int:
+    """Devices that the fast link joins; 256 where it joins any number."""
+    return (device.link.devices or 256) if device.link else 1
 
 
 def least_stored(job: Job) -> float:

@@ -15,6 +15,8 @@ from modelworks.report.split import DRAWN, GAP, LANE, MARGIN, WIDTH
 _HEIGHT = 380  # of the scatter
 _LEFT, _BELOW = 64, 34  # room for its labels
 _CUT = 26  # width of what stands for the middle that is left out
+_STEPS = 150  # height of curves over a step
+_CURVES = 7  # of them, that can be told apart
 
 
 def stacked_bars(
@@ -58,16 +60,7 @@ def gantt(timeline: Mapping[str, Any]) -> dict[str, Any] | None:
     ends = [row[4] for rank in ranks for row in rank]
     if not ends or max(ends) <= 0.0:
         return None
-    begin, end = timeline["left_out_from_seconds"], timeline["left_out_to_seconds"]
-    cut = begin is not None
-    drawn = max(ends) - (end - begin if cut else 0.0)
-    scale = (WIDTH - MARGIN - (_CUT if cut else 0)) / drawn
-
-    def place(seconds: float) -> float:
-        if cut and seconds >= end:
-            return float(MARGIN + _CUT + (seconds - end + begin) * scale)
-        return float(MARGIN + seconds * scale)
-
+    clock = _Clock(timeline, max(ends))
     lane = LANE if len(ranks) <= 16 else 14 if len(ranks) <= 40 else 7
     gap = GAP if len(ranks) <= 16 else 2 if len(ranks) <= 40 else 1
     boxes = []
@@ -75,10 +68,10 @@ def gantt(timeline: Mapping[str, Any]) -> dict[str, Any] | None:
         first = min((row[1] for row in rank), default=0)
         for kind, stage, micro_batch, start, stop in rank:
             letter, colour = DRAWN[kind]
-            width = max((stop - start) * scale, 0.3)
+            width = max((stop - start) * clock.scale, 0.3)
             boxes.append(
                 {
-                    "x": round(place(start), 2),
+                    "x": round(clock.at(start), 2),
                     "y": number * (lane + gap),
                     "width": round(width, 2),
                     "colour": colour,
@@ -99,7 +92,7 @@ def gantt(timeline: Mapping[str, Any]) -> dict[str, Any] | None:
         "lane": lane,
         "width": WIDTH,
         "height": len(ranks) * (lane + gap),
-        "cut": round(MARGIN + begin * scale + _CUT / 2, 1) if cut else None,
+        "cut": clock.cut,
         "legend": [
             {"colour": colour, "text": f"{letter} {kind.replace('_', ' ')}"}
             for kind, (letter, colour) in DRAWN.items()
@@ -107,8 +100,65 @@ def gantt(timeline: Mapping[str, Any]) -> dict[str, Any] | None:
         ],
         "several": any(len({row[1] for row in rank}) > 1 for rank in ranks),
         "seconds": f"{timeline['makespan_seconds']:,.3g}",
-        "left_out": f"{timeline['left_out']:,}" if cut else "",
+        "left_out": f"{timeline['left_out']:,}" if clock.cut else "",
     }
+
+
+def steps(timeline: Mapping[str, Any], curves: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any] | None:
+    """Bytes of each rank along the pipeline over its step, above the same moments as in `gantt`; None where that draws
+    none, or nothing is kept. curves: by rank, [seconds, bytes from then on]. Of many ranks some are drawn, evenly."""
+    ends = [row[4] for rank in timeline["ranks"] for row in rank]
+    most = max((value for curve in curves for _, value in curve), default=0.0)
+    if not ends or max(ends) <= 0.0 or most <= 0.0:
+        return None
+    clock = _Clock(timeline, max(ends))
+    drawn = min(len(curves), _CURVES)
+    ranks = [round(place * (len(curves) - 1) / max(drawn - 1, 1)) for place in range(drawn)]
+    ticks = _even_ticks(most)
+
+    def up(value: float) -> float:
+        return round(_STEPS - 4 - value / most * (_STEPS - 16), 1)
+
+    return {
+        "width": WIDTH,
+        "height": _STEPS,
+        "left": MARGIN,
+        "cut": clock.cut,
+        "paths": [
+            {
+                "colour": colour,
+                "text": f"stage {rank}",
+                "d": f"M{clock.at(curves[rank][0][0]):.1f} {up(0.0)}"
+                + "".join(f"H{clock.at(seconds):.1f}V{up(value)}" for seconds, value in curves[rank]),
+            }
+            for colour, rank in enumerate(ranks)
+            if curves[rank]
+        ],
+        "ticks": [{"at": up(value), "text": f"{value / 1e9:.4g}"} for value in ticks],
+    }
+
+
+def _even_ticks(most: float) -> list[float]:
+    """From 0 on, two to five of them."""
+    power = 10.0 ** math.floor(math.log10(most))
+    step = next(each * power for each in (0.2, 0.5, 1.0, 2.0) if most / (each * power) < 5.0)
+    return [step * place for place in range(int(most / step) + 1)]
+
+
+class _Clock:
+    """Where the moments of a step lie across a drawing, the middle that is left out taking little room. cut: where."""
+
+    def __init__(self, timeline: Mapping[str, Any], last: float) -> None:
+        self._begin, self._end = timeline["left_out_from_seconds"], timeline["left_out_to_seconds"]
+        without = self._begin is None
+        drawn = last - (0.0 if without else self._end - self._begin)
+        self.scale = (WIDTH - MARGIN - (0 if without else _CUT)) / drawn
+        self.cut = None if without else round(MARGIN + self._begin * self.scale + _CUT / 2, 1)
+
+    def at(self, seconds: float) -> float:
+        if self.cut is not None and seconds >= self._end:
+            return float(MARGIN + _CUT + (seconds - self._end + self._begin) * self.scale)
+        return float(MARGIN + seconds * self.scale)
 
 
 def scatter(

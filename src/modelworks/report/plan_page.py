@@ -12,7 +12,7 @@ from typing import Any
 
 from modelworks.report import numbers
 from modelworks.report.page import write_page
-from modelworks.report.plan_charts import gantt, scatter, stacked_bars
+from modelworks.report.plan_charts import gantt, scatter, stacked_bars, steps
 from modelworks.report.split import ranks_text
 
 # What is shown as one: (words, colour of the style sheet, keys of the answer)
@@ -57,6 +57,9 @@ def write_plan(path: Path, answer: Mapping[str, Any]) -> Path:
         time=_time(layouts),
         memory=_memory(winner) if winner else None,
         gantt=gantt(winner["timeline"]) if winner and winner["timeline"] else None,
+        undrawn=bool(winner and not winner["timeline"] and len(winner["stage_bytes"]) > 1),
+        over_time=_over_time(winner) if winner else None,
+        on_host=_gigabytes(size) if winner and (size := winner.get("host_memory_bytes")) else None,
         scatter=_scatter(answer),
         search=answer["search"],
         notes=_notes(answer),
@@ -202,6 +205,11 @@ def _memory(winner: Mapping[str, Any]) -> dict[str, Any]:
     labels = ["every rank" if single else f"stage {ranks_text(range(first, last + 1))}" for first, last in spans]
     named = [(label, row) for label, (_, row) in zip(labels, rows, strict=True)]
     return stacked_bars(named, MEMORY, _gigabytes, limit=winner["memory_limit_bytes"])
+
+
+def _over_time(winner: Mapping[str, Any]) -> dict[str, Any] | None:
+    timeline, curves = winner["timeline"], winner.get("activation_bytes_over_time")
+    return steps(timeline, curves) if timeline and curves else None
 
 
 def _scatter(answer: Mapping[str, Any]) -> dict[str, Any] | None:

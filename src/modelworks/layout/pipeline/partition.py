@@ -5,8 +5,9 @@ little as possible; among such partitions, the most even one (the least sum of s
 layer, and of the head for the last stage, which for a large vocabulary is worth several layers. Looking up embeddings
 costs no arithmetic. A first or last stage may hold no layer at all: only the embedding or the head.
 
-Exact: for layers that all cost the same, by trying how many the last stage has; for any other costs, and under the
-memory that each stage has, by dynamic programming over (stages, layers), which `modelworks.plan.partition` asks.
+Exact: for layers that all cost the same, by trying how many the last stage has (`equal_layers`); for any other costs,
+and where stages may not have any number of layers, by dynamic programming over (stages, layers) (`least_maximum`),
+which `modelworks.plan.partition` asks.
 Invariant: the stages' layers, one after the other, are 0, 1, …, n_layers - 1.
 """
 
@@ -84,47 +85,27 @@ def equal_layers(n_layers: int, stages: int, *, last: float = 0.0) -> list[int]:
     return min(counts for cost, squares, counts in choices if cost <= cheapest and squares <= evenest)
 
 
-def least_maximum(
-    layers: Sequence[float],
-    stages: int,
-    *,
-    first: float = 0.0,
-    last: float = 0.0,
-    most: Sequence[int] | None = None,
-) -> list[int] | None:
-    """Layers of each stage. first, last: what the first and the last stage cost besides their layers. most: layers that
-    each stage may hold at most; None comes back where those cannot hold all. Inner stages get one at least."""
-    if stages == 1:
-        return [len(layers)] if most is None or most[0] >= len(layers) else None
-    ends = np.cumsum([0.0, *layers])
-    count = np.arange(len(ends))
-    held = count[None, :] - count[:, None]  # layers of a stage that begins at the row and ends at the column
-
-    def costs(stage: int) -> NDArray[np.float64]:
-        """Of the stage, from row to column; infinite where it may not have those layers."""
-        cost = ends[None, :] - ends[:, None] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
-        least = 0 if stage in (0, stages - 1) else 1
-        allowed = (held >= least) & (held <= (len(layers) if most is None else most[stage]))
-        return np.where(allowed, cost, np.inf)
-
-    inner = costs(1) if stages > 2 and most is None else None  # the same for all of them
-    every = [costs(stage) if inner is None or stage in (0, stages - 1) else inner for stage in range(stages)]
+def least_maximum(costs: Sequence[NDArray[np.float64]]) -> list[int] | None:
+    """Layers of each stage (or rank) that make the costliest as cheap as can be, then the sum of squares; fewer early
+    among equals. costs: of each, from the layer where it begins (row) to where it ends (column), infinite where it may
+    not have those. None where they cannot hold all layers."""
+    count = np.arange(len(costs[0]))
     # smallest[e]: the least possible maximum over the stages so far when they hold the first e layers
-    smallest = every[0][0]
-    for cost in every[1:]:
+    smallest = costs[0][0]
+    for cost in costs[1:]:
         smallest = np.maximum(smallest[:, None], cost).min(axis=0)
     bound = smallest[-1] * (1 + 1e-12)  # sums that differ by rounding are the same
     if not np.isfinite(bound):
         return None
     # squares[s][b]: the least sum of squares within that bound of stages s and on when they begin at layer b
-    squares = [np.where(count == len(layers), 0.0, np.inf)]
-    for cost in reversed(every):
-        squares.append((np.where(cost <= bound, cost**2, np.inf) + squares[-1][None, :]).min(axis=1))
+    within = [np.where(cost <= bound, cost**2, np.inf) for cost in costs]
+    squares = [np.where(count == count[-1], 0.0, np.inf)]
+    for each in reversed(within):
+        squares.append((each + squares[-1][None, :]).min(axis=1))
     squares.reverse()
     counts, begin = [], 0
-    for stage, cost in enumerate(every):
-        sums = np.where(cost[begin] <= bound, cost[begin] ** 2, np.inf) + squares[stage + 1]
-        # fewer layers early, where most micro-batches are held, among equals
+    for stage, each in enumerate(within):
+        sums = each[begin] + squares[stage + 1]
         end = int(np.flatnonzero(sums <= squares[stage][begin] * (1 + 1e-12))[0])
         counts.append(end - begin)
         begin = end
