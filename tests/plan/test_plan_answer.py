@@ -16,6 +16,7 @@ from modelworks.plan.answer import POINTS, details_answer, layout_answer, thinne
 from modelworks.plan.held import held_over_time
 from modelworks.plan.job import OF_PARALLEL, OF_TRAIN
 from modelworks.plan.layout_keys import LAYOUT_KEYS, layout_of, layout_overrides, layout_text
+from modelworks.plan.prices import price_of
 from modelworks.plan.search import Points
 from modelworks.plan.timeline_cut import PER_RANK, cut_curves, cut_timeline
 
@@ -46,7 +47,7 @@ def test_a_layout_is_written_so_that_the_configuration_reads_it_back() -> None:
 def test_an_answer_is_json_and_adds_up() -> None:
     one = candidate()
     prediction = evaluate(one)
-    answer = layout_answer(one, prediction, price=3.6) | details_answer(prediction)
+    answer = layout_answer(one, prediction, price=price_of(one.device, 3.6)) | details_answer(prediction)
     assert json.loads(json.dumps(answer, allow_nan=False)).keys() == answer.keys()
     assert answer["usd_per_million_tokens"] == pytest.approx(8 * 1e-3 * 1e6 / prediction.tokens_per_second)
     assert max(sum(each.values()) for each in answer["stage_bytes"]) == prediction.memory

@@ -106,10 +106,9 @@ def write_files(target: str, directory: Path, answered: Answered, request: Reque
 def _values(request: Request, found: Search | None, ranked: list[Found]) -> dict[str, Any]:
     job, limits = request.job, request.limits
     price, price_values = price_answer(job, request.price)
-    hourly = None if price is None else price.per_device_hour
 
     def layout(each: Found) -> dict[str, Any]:
-        return layout_answer(each.candidate, each.prediction, price=hourly)
+        return layout_answer(each.candidate, each.prediction, price=price)
 
     values: dict[str, Any] = {
         "job": job_answer(job, request.name),

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from modelworks.config import format_count
+from modelworks.plan.prices import unknown_price
 
 OF_EACH_VERDICT = 4  # neighbours printed
 
@@ -111,6 +112,8 @@ def _print_run(answer: dict[str, Any], output: Output) -> None:
     lines = []
     if price and winner:
         lines.append(f"cost: {dollars(winner['usd_per_million_tokens'])} a million tokens ({price['source']})")
+    elif winner and answer["job"]["hardware"] != "this-machine":
+        lines.append(f"cost: {unknown_price(answer['job']['hardware'])}")
     if run:
         cost = f", {dollars(run['usd'])}" if run["usd"] is not None else ""
         lines.append(

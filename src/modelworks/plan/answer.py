@@ -42,9 +42,9 @@ def job_answer(job: Job, name: str) -> dict[str, Any]:
     }
 
 
-def layout_answer(candidate: Candidate, prediction: Prediction, *, price: float | None = None) -> dict[str, Any]:
-    """One layout and what is predicted for it. price: US dollars an hour of one device, None where unknown."""
-    dollars = None if price is None else price * candidate.n_devices / 3600.0 / prediction.tokens_per_second * 1e6
+def layout_answer(candidate: Candidate, prediction: Prediction, *, price: Price | None = None) -> dict[str, Any]:
+    """One layout and what is predicted for it. price: None where unknown."""
+    dollars = None if price is None else price.of(candidate.n_devices, 1e6 / prediction.tokens_per_second)
     return {
         "layout": layout_text(candidate),
         "overrides": layout_overrides(candidate),
@@ -124,7 +124,7 @@ def nothing_fits_answer(found: Search) -> dict[str, Any] | None:
 
 def price_answer(job: Job, per_device_hour: float | None) -> tuple[Price | None, dict[str, Any] | None]:
     """The price of an hour of the job's devices. per_device_hour: the user's own, else list prices are looked up."""
-    price = price_of(job.device, job.n_devices, 3600.0, per_device_hour=per_device_hour)
+    price = price_of(job.device, per_device_hour)
     if price is None:
         return None, None
     return price, {
@@ -139,7 +139,7 @@ def run_answer(job: Job, prediction: Prediction, tokens: int, price: Price | Non
     """Of the whole run, without interruptions."""
     steps = math.ceil(tokens / job.tokens)
     seconds = steps * prediction.step_seconds
-    dollars = None if price is None else price.per_device_hour * job.n_devices * seconds / 3600.0
+    dollars = None if price is None else price.of(job.n_devices, seconds)
     return {"tokens": tokens, "steps": steps, "seconds": seconds, "usd": dollars}
 
 

@@ -14,8 +14,10 @@ from modelworks.plan.candidate import Candidate, Prediction, candidate_work
 from modelworks.plan.constants import CONSTANTS, Constants
 from modelworks.plan.found import TIE, Found, Nearest, Search
 from modelworks.plan.neighbours import NAMES
+from modelworks.plan.rank_bytes import ranks_of, stages_of_ranks
 from modelworks.plan.spaces import complexity
 from modelworks.plan.step_time import StepTime, step_time
+from modelworks.plan.stored import stages
 
 _COMPUTE = ("linear", "attention", "elementwise", "head", "recompute", "optimizer")
 _EXCHANGES = ("tensor", "context", "experts", "gather", "data", "sends")
@@ -118,8 +120,9 @@ def _links(winner: Found, constants: Constants) -> list[str]:
     if work.machine.measured is not None:
         return []  # a measured machine has no network to cross
     node, parallel = int(work.machine.node), candidate.parallel
-    here = _seconds(step_time(work))
-    away = _seconds(step_time(replace(work, machine=work.machine.with_(node=1.0))))
+    layers = stages_of_ranks(ranks_of(parallel, stages(candidate.model, parallel, candidate.seq_len)))
+    here = _seconds(step_time(work, layers))
+    away = _seconds(step_time(replace(work, machine=work.machine.with_(node=1.0)), layers))
     link = candidate.device.link.name if candidate.device.link else "the network"
     strides = {"tp": 1, "cp": parallel.tp, "ep": parallel.tp, "dp": parallel.tp * parallel.cp}
     sizes = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "ep")}

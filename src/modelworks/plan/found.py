@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from modelworks.plan.candidate import Candidate, Prediction
 from modelworks.plan.columns import Array
 from modelworks.plan.job import Job, Limits
-from modelworks.plan.prices import Price, price_of
 
 TIE = 0.01  # times that differ by less are not told apart: the model is not that exact
 
@@ -32,11 +31,6 @@ class Found:
     @property
     def device_seconds_per_token(self) -> float:
         return self.candidate.n_devices / self.prediction.tokens_per_second
-
-    @property
-    def price(self) -> Price | None:
-        """Of one step; None where the catalogue has no price of the device."""
-        return price_of(self.candidate.device, self.candidate.n_devices, self.prediction.step_seconds)
 
 
 @dataclass(frozen=True)

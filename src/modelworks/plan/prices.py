@@ -34,44 +34,38 @@ class Offer:
 
 @dataclass(frozen=True)
 class Price:
-    """US dollars. total: of the run. per_device_hour: what it was computed with, low and high the range of the lists.
+    """US dollars an hour of one device. low, high: the range of the lists.
 
     offers: the list prices behind it, cheapest first; empty where the user gave the price. source: in a sentence.
     """
 
-    total: float
     per_device_hour: float
     low: float
     high: float
     offers: tuple[Offer, ...]
     source: str
 
-    def per_million_tokens(self, tokens: float) -> float:
-        """US dollars for a million of the tokens that the total was paid for."""
-        return self.total / tokens * 1e6
+    def of(self, n_devices: int, seconds: float) -> float:
+        """US dollars for so many devices for so many seconds."""
+        return n_devices * seconds / 3600.0 * self.per_device_hour
 
 
-def price_of(
-    device: Device | str, n_devices: int, seconds: float, *, per_device_hour: float | None = None
-) -> Price | None:
-    """What so many devices cost for so many seconds; None where no list price of the device is known.
+def price_of(device: Device | str, per_device_hour: float | None = None) -> Price | None:
+    """What an hour of a device costs; None where no list price of it is known.
 
     device: of the catalogue, or its name there. per_device_hour: the user's own price in US dollars, which wins over
     the list. Raises UserError for a price that is not a positive number.
     """
-    hours = n_devices * seconds / 3600.0
     if per_device_hour is not None:
         if not (math.isfinite(per_device_hour) and per_device_hour > 0):
             raise UserError(f"price: got {per_device_hour}, expected US dollars an hour of one device, such as 2.50")
         each = per_device_hour
-        return Price(hours * each, each, each, each, (), f"${each:g} a device-hour, as given")
-    name = device if isinstance(device, str) else device.name
-    offers = list_prices(name)
+        return Price(each, each, each, (), f"${each:g} a device-hour, as given")
+    offers = list_prices(device if isinstance(device, str) else device.name)
     if not offers:
         return None
     each = statistics.median(offer.usd for offer in offers)
-    low, high = offers[0].usd, offers[-1].usd
-    return Price(hours * each, each, low, high, offers, _source(offers, each))
+    return Price(each, offers[0].usd, offers[-1].usd, offers, _source(offers, each))
 
 
 def list_prices(name: str) -> tuple[Offer, ...]:
@@ -79,9 +73,9 @@ def list_prices(name: str) -> tuple[Offer, ...]:
     return _table().get(name, ())
 
 
-def unknown_price(device: Device) -> str:
-    """What to say where `price_of` has no answer."""
-    return f"no list price of {device.name} is known: give one with --price, in US dollars an hour of one device"
+def unknown_price(name: str) -> str:
+    """What to say of a device where `price_of` has no answer."""
+    return f"no list price of {name} is known: give one with --price, in US dollars an hour of one device"
 
 
 def _source(offers: Sequence[Offer], middle: float) -> str:
