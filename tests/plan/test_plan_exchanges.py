@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from planned import A100, MACHINE, split
 
-from modelworks.config import ModelConfig, UserError
-from modelworks.config.named_models import expand_model
+from modelworks.config import ModelConfig, UserError, preset
 from modelworks.hardware import Link, device
 from modelworks.layout.pipeline import Costs
 from modelworks.plan import CONSTANTS, MEGATRON_2021, Machine, Split, step_time, work_of
@@ -19,17 +19,6 @@ from modelworks.plan.held import held_over_time
 from modelworks.plan.pipeline import pipelined, simulated
 from modelworks.plan.step_time import layer_costs
 from modelworks.plan.topology import Group, group
-
-A100 = device("A100")
-MACHINE = Machine.of(A100, "bf16")
-
-
-def model(name: str) -> ModelConfig:
-    return ModelConfig.model_validate(expand_model(name))
-
-
-def split(**changes: float) -> Split:
-    return Split(**{"micro_batch": 1.0, "global_batch": 64.0, "seq_len": 2048.0, **changes})
 
 
 def seconds(layers: ModelConfig, layout: Split, **options: object) -> float:
@@ -88,7 +77,7 @@ def test_a_device_without_narrow_types_is_refused() -> None:
 
 def test_one_tile_more_is_one_wave_more() -> None:
     """As many tiles as there are units run at once; the next one waits."""
-    work = work_of(model("llama-3-8b"), split(), A100)
+    work = work_of(preset("llama-3-8b"), split(), A100)
     tile, units = CONSTANTS.tile, 108.0
     full, ragged = (float(utilisation(work, tile, n * tile, 4096.0)) for n in (units, units + 1))
     depth = 4096 / (4096 + CONSTANTS.depth)
@@ -98,18 +87,18 @@ def test_one_tile_more_is_one_wave_more() -> None:
 
 def test_the_host_sets_the_pace_of_small_layers() -> None:
     """Launching takes as long for two layers as for one that is half as wide; a host that waits adds its own time."""
-    tiny = model("gpt2-tiny")
+    tiny = preset("gpt2-tiny")
     launch = replace(CONSTANTS, launch=1.0)
     slow = seconds(tiny, split(), constants=launch) / (3.0 * tiny.n_layers * 64.0)
     assert slow == pytest.approx(1.0, rel=0.01)
-    large, blocking = model("gpt3-13b"), MEGATRON_2021.with_(blocking=1.0)
+    large, blocking = preset("gpt3-13b"), MEGATRON_2021.with_(blocking=1.0)
     costs = [seconds(large, split(micro_batch=4.0), software=each) for each in (MEGATRON_2021, blocking)]
     waited = 3.0 * large.n_layers * 16 * (CONSTANTS.launch + CONSTANTS.kernel_waits)
     assert costs[1] - costs[0] == pytest.approx(waited, rel=1e-6)
 
 
 def test_gradients_are_added_up_but_for_the_first_micro_batch() -> None:
-    layers = model("gpt3-13b")
+    layers = preset("gpt3-13b")
     fused = MEGATRON_2021.with_(fused_accumulation=1.0)
     once, often = (
         [seconds(layers, split(global_batch=rows), software=each) for each in (MEGATRON_2021, fused)]
@@ -143,7 +132,7 @@ def test_memory_over_time_peaks_where_the_schedule_does(schedule: str, virtual: 
 
 
 def test_what_waits_on_the_host_comes_over_its_bus() -> None:
-    layers = model("llama-3-8b")
+    layers = preset("llama-3-8b")
     layout = split(dp_shard=8.0, zero=3.0)
     here, away = (step_time(work_of(layers, each, A100)) for each in (layout, layout.with_(offload_activations=1.0)))
     assert float(away.gather) > float(here.gather)
@@ -152,7 +141,7 @@ def test_what_waits_on_the_host_comes_over_its_bus() -> None:
 
 def test_a_pass_has_its_parts() -> None:
     """What a simulation gets for a layer is what the step is made of."""
-    layers = model("gpt3-13b")
+    layers = preset("gpt3-13b")
     work = work_of(layers, split(recompute=2.0), A100)
     layer, head, _ = layer_costs(work)
     time = step_time(work)

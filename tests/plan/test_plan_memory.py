@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from modelworks.config import ModelConfig, ParallelConfig, TrainConfig, count_parameters, preset
-from modelworks.config.named_models import expand_model
 from modelworks.hardware import device
 from modelworks.layout import Layout, data_parallel_memory, plan_parameters
 from modelworks.layout.pipeline import Costs
@@ -38,10 +37,6 @@ A100 = device("A100")
 GPT = ModelConfig(family="gpt2", n_layers=4, d_model=1024, n_heads=16, vocab_size=50304, max_seq_len=512)
 
 
-def model(name: str) -> ModelConfig:
-    return ModelConfig.model_validate(expand_model(name))
-
-
 def split(**changes: float) -> Split:
     return Split(**{"micro_batch": 1.0, "global_batch": 64.0, "seq_len": 512.0, **changes})
 
@@ -59,7 +54,7 @@ def test_seven_billion_parameters_under_adam(zero: int, gigabytes: float) -> Non
     "name", ["gpt2-small", "llama-tiny", "llama-3-8b", "qwen3-0.6b", "mixtral-tiny", "qwen3-30b-a3b"]
 )
 def test_parameters_are_those_of_the_model(name: str) -> None:
-    assert Shape.of(model(name)).parameters == count_parameters(model(name)).total
+    assert Shape.of(preset(name)).parameters == count_parameters(preset(name)).total
 
 
 @pytest.mark.parametrize(
@@ -90,7 +85,7 @@ def test_activations_of_korthikanti(tp: int, sequence: int, recompute: int, expe
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_activations_are_what_autograd_keeps(name: str, precision: str, recompute: str) -> None:
-    config, train = model(name), TrainConfig(recompute=recompute, device="cuda")  # type: ignore[arg-type]
+    config, train = preset(name), TrainConfig(recompute=recompute, device="cuda")  # type: ignore[arg-type]
     kept = activation_bytes(config, train, precision=precision, micro_batch=2, seq_len=1024)
     layout = Split.of(ParallelConfig(), micro_batch=2, global_batch=4, seq_len=1024, recompute=recompute)
     assert float(memory(work_of(config, layout, A100, precision=precision)).activations) == pytest.approx(kept, rel=0.1)
@@ -112,7 +107,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("keys", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
 def test_stored_bytes_are_the_layouts_own(name: str, keys: dict[str, int]) -> None:
-    config, parallel = model(name), ParallelConfig(**keys)  # type: ignore[arg-type]
+    config, parallel = preset(name), ParallelConfig(**keys)  # type: ignore[arg-type]
     layout, numerics = Layout.of(parallel), Numerics.of("bf16")
     for rank in range(layout.world_size):
         plans = plan_parameters(config, layout, parallel, rank, stages(config, parallel, 256))
@@ -128,7 +123,7 @@ def test_stored_bytes_are_the_layouts_own(name: str, keys: dict[str, int]) -> No
 
 def test_experts_are_stored_where_they_live() -> None:
     """Four ranks of two experts each hold half of the experts' parameters that one rank holds, and all of the rest."""
-    config, numerics = model("mixtral-tiny"), Numerics.of("bf16")
+    config, numerics = preset("mixtral-tiny"), Numerics.of("bf16")
     one, halved = (
         stored(config, ParallelConfig(dp_shard=4, ep=ep), 0, numerics=numerics, seq_len=256, micro_batches=1)
         for ep in (1, 2)
@@ -141,7 +136,7 @@ def test_experts_are_stored_where_they_live() -> None:
     "keys", [{}, {"dp_shard": 4, "zero": 1}, {"dp_shard": 8, "zero": 3}, {"tp": 4}, {"tp": 2, "zero": 3, "dp_shard": 4}]
 )
 def test_closed_form_of_parameters_agrees_with_the_plans(keys: dict[str, int]) -> None:
-    config, parallel = model("llama-3-8b"), ParallelConfig(**keys)  # type: ignore[arg-type]
+    config, parallel = preset("llama-3-8b"), ParallelConfig(**keys)  # type: ignore[arg-type]
     exact = stored(config, parallel, 0, numerics=Numerics.of("bf16"), seq_len=4096, micro_batches=1)
     layout = Split.of(parallel, micro_batch=1, global_batch=64, seq_len=4096)
     fast = memory(work_of(config, layout, A100))
@@ -240,7 +235,7 @@ def test_offload_tells_what_a_host_must_hold(keys: dict[str, Any], hosts: int) -
 
 def test_operands_in_8_bits_are_kept_in_8_bits() -> None:
     wide, narrow = (
-        float(layer_activations(work_of(model("llama-3-8b"), split(), device("H100"), precision=each, software=FSDP)))
+        float(layer_activations(work_of(preset("llama-3-8b"), split(), device("H100"), precision=each, software=FSDP)))
         for each in ("bf16", "fp8")
     )
     assert 0.6 * wide < narrow < 0.9 * wide

@@ -8,17 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from planned import A100, MACHINE, split
 
-from modelworks.config import ModelConfig, ParallelConfig, UserError, training_flops_per_token
-from modelworks.config.named_models import expand_model
-from modelworks.hardware import device
+from modelworks.config import ModelConfig, ParallelConfig, UserError, preset, training_flops_per_token
 from modelworks.layout.pipeline import Costs, bubble_formula
 from modelworks.plan import (
     CONSTANTS,
     MEGATRON_2021,
     MODELWORKS,
     Candidate,
-    Machine,
     Split,
     evaluate,
     model_flops,
@@ -29,17 +27,6 @@ from modelworks.plan.communication import all_reduce, all_to_all, bus_bandwidth,
 from modelworks.plan.compute import layer_time, utilisation
 from modelworks.plan.pipeline import makespan, simulated, stage_counts
 from modelworks.plan.topology import Group, group
-
-A100 = device("A100")
-MACHINE = Machine.of(A100, "bf16")
-
-
-def model(name: str) -> ModelConfig:
-    return ModelConfig.model_validate(expand_model(name))
-
-
-def split(**changes: float) -> Split:
-    return Split(**{"micro_batch": 1.0, "global_batch": 64.0, "seq_len": 2048.0, **changes})
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -69,7 +56,7 @@ def test_a_group_over_nodes_has_the_adapters_of_its_ranks() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt3-6.7b", "mixtral-8x7b", "mistral-7b"])
 def test_flops_are_those_of_the_model(name: str) -> None:
-    config = model(name)
+    config = preset(name)
     causal, full = model_flops(work_of(config, split(), A100))
     counted = training_flops_per_token(config, 2048)
     assert float(causal) == pytest.approx(counted.training, rel=1e-9)
@@ -81,7 +68,7 @@ def test_flops_are_those_of_the_model(name: str) -> None:
 def test_bubble(micro_batches: int, schedule: str, virtual: int) -> None:
     """(p - 1) / (v m + p - 1) of the time: closed form, formula and the trainer's own schedule agree."""
     p, names = 4, ("gpipe", "1f1b", "interleaved")
-    layers = model("gpt2-medium").model_copy(update={"n_layers": 16})
+    layers = preset("gpt2-medium").model_copy(update={"n_layers": 16})
     layout = split(
         pp=float(p), virtual=float(virtual), global_batch=float(micro_batches), schedule=float(names.index(schedule))
     )
@@ -97,7 +84,7 @@ def test_bubble(micro_batches: int, schedule: str, virtual: int) -> None:
 
 def test_recomputing_everything_costs_one_more_forward_pass() -> None:
     """A third of the products' time, as a forward pass is a third of a step's FLOPs."""
-    layers = model("gpt3-13b")
+    layers = preset("gpt3-13b")
     none, full = (step_time(work_of(layers, split(micro_batch=8.0, recompute=mode), A100)) for mode in (0.0, 2.0))
     assert float(full.recompute / none.linear) == pytest.approx(1 / 3, abs=0.06)
     assert float(none.recompute) == 0.0
@@ -105,19 +92,19 @@ def test_recomputing_everything_costs_one_more_forward_pass() -> None:
 
 
 def test_halving_the_work_of_a_rank_does_not_cost_more() -> None:
-    layers = model("llama-3-8b")
+    layers = preset("llama-3-8b")
     times = [float(step_time(work_of(layers, split(dp_shard=float(n), zero=1.0), A100)).total) for n in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True)
 
 
 def test_a_transfer_inside_the_node_is_cheaper() -> None:
-    layers = model("llama-3-70b")
+    layers = preset("llama-3-70b")
     inside, across = (float(step_time(work_of(layers, split(tp=tp), A100)).tensor) for tp in (8.0, 16.0))
     assert across > 1.3 * inside
 
 
 def test_products_that_fill_tiles_are_faster() -> None:
-    work = work_of(model("llama-3-8b"), split(), A100)
+    work = work_of(preset("llama-3-8b"), split(), A100)
     full, ragged = (float(utilisation(work, 4096.0, n, 4096.0)) for n in (4096.0, 4097.0))
     assert 0.0 < ragged < full <= 1.0
 
@@ -125,7 +112,7 @@ def test_products_that_fill_tiles_are_faster() -> None:
 def test_flash_attention_is_faster_where_sequences_are_long() -> None:
     long = split(seq_len=8192.0)
     flash, unfused = (
-        float(layer_time(work_of(model("llama-3-8b"), long, A100, software=each)).attention.total)
+        float(layer_time(work_of(preset("llama-3-8b"), long, A100, software=each)).attention.total)
         for each in (MODELWORKS, MEGATRON_2021)
     )
     assert unfused > 2 * flash
@@ -133,7 +120,7 @@ def test_flash_attention_is_faster_where_sequences_are_long() -> None:
 
 def test_one_candidate_is_simulated_on_the_schedule() -> None:
     parallel = ParallelConfig(tp=2, pp=4, dp_shard=2, zero=1)
-    candidate = Candidate(model("llama-3-8b"), parallel, A100, micro_batch=1, global_batch=64, seq_len=4096)
+    candidate = Candidate(preset("llama-3-8b"), parallel, A100, micro_batch=1, global_batch=64, seq_len=4096)
     found = evaluate(candidate)
     assert found.timeline is not None
     assert 0.0 < found.bubble < 0.3
@@ -147,7 +134,7 @@ def test_one_candidate_is_simulated_on_the_schedule() -> None:
 def test_ten_thousands_of_devices_are_planned_like_a_few() -> None:
     """No list of ranks is made: a hundred thousand shards of ZeRO-3 are counted. None is less than a row."""
     few, many = (
-        evaluate(Candidate(model("llama-3-8b"), ParallelConfig(dp_shard=n, zero=3), A100, 1, n, 4096))
+        evaluate(Candidate(preset("llama-3-8b"), ParallelConfig(dp_shard=n, zero=3), A100, 1, n, 4096))
         for n in (64, 2**17)
     )
     assert many.bytes["optimizer"] < few.bytes["optimizer"] / 64
@@ -155,7 +142,7 @@ def test_ten_thousands_of_devices_are_planned_like_a_few() -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    candidate = Candidate(model("llama-3-8b"), ParallelConfig(dp_replicate=3), A100, 1, 64, 4096)
+    candidate = Candidate(preset("llama-3-8b"), ParallelConfig(dp_replicate=3), A100, 1, 64, 4096)
     with pytest.raises(UserError, match="global_batch: got 64, expected a multiple of 3"):
         evaluate(candidate)
     with pytest.raises(UserError, match="precision: got 'bf8', expected one of"):
@@ -190,7 +177,7 @@ def test_thousands_of_layouts_at_once() -> None:
     rng = np.random.default_rng(0)
     count = 20_000
     layout = split(**{name: 2.0 ** rng.integers(0, 4, count) for name in ("tp", "pp", "dp_shard", "micro_batch")})  # type: ignore[arg-type]
-    total = step_time(work_of(model("llama-3-70b"), layout, A100)).total
+    total = step_time(work_of(preset("llama-3-70b"), layout, A100)).total
     assert total.shape == (count,)
     assert np.isfinite(total).all()
 
