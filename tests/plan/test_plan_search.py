@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from modelworks.plan.rank_bytes import ranks_of, stored_by_rank
 from modelworks.plan.spaces import complexity, splits, with_schedules
 from modelworks.plan.stored import stages, stored
 from modelworks.plan.table import Table
+from modelworks.plan.worlds import sizes
 
 SMALL = ModelConfig(n_layers=6, d_model=1024, n_heads=8, vocab_size=32000, max_seq_len=2048)
 MIXED = ModelConfig(
@@ -162,6 +164,35 @@ def test_nothing_fits_says_what_would() -> None:
     assert smallest is not None
     assert evaluate(smallest.candidate).fits
     assert "nothing fits" in explain(found)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "n_devices", "fixed"),
+    [
+        ("llama-3-8b", "A100-SXM-40GB", 2, {}),
+        ("gpt3-175b", "A100", 32, {"recompute": "none", "tp": 8}),
+        ("llama-3-8b", "H100", 8, {"tp": 1, "pp": 1, "cp": 1, "zero": 0}),
+    ],
+)
+def test_the_advice_followed_fits_and_less_does_not(
+    name: str, hardware: str, n_devices: int, fixed: dict[str, Any]
+) -> None:
+    asked, limits = Job(preset(name), device(hardware), n_devices, 2048, 64), Limits(fixed)
+    nothing = search(asked, limits).nothing_fits
+    assert nothing is not None
+    for each in nothing.attempts:
+        headroom = 0.0 if each.change == "no headroom" else limits.headroom
+        again = evaluate(each.candidate, headroom=headroom, timeline=False)
+        assert again.fits == each.fits
+        assert each.short_by == pytest.approx(max(0.0, again.memory - again.memory_limit))
+    assert nothing.smallest == next(each for each in nothing.attempts if each.fits)
+    more = [each for each in nothing.attempts if each.change.endswith(" devices") and each.fits]
+    for each in more:
+        enough = int(each.change.split()[0].replace(",", ""))
+        assert search(replace(asked, n_devices=enough), limits, top=1).best
+        fewer = [size for size in sizes(asked, enough - 1) if size > n_devices]
+        assert not any(Table(replace(asked, n_devices=size), limits, size, CONSTANTS).best(1) for size in fewer)
+    assert more or fixed.get("tp") == 1
 
 
 @pytest.mark.parametrize(

@@ -104,13 +104,17 @@ def check_constraints(run: RunConfig, fixed: Mapping[str, Any], n_devices: int, 
 def _contradictions(run: RunConfig, fixed: Mapping[str, Any], n_devices: int) -> list[str]:
     """What the rules for layouts say of one that has these values, the rest left as free as can be."""
     changes = {key: value for key, value in fixed.items() if key not in OF_TRAIN}
-    if changes.get("pp", 1) == 1 and "pp" not in changes:  # the pipeline's keys say nothing yet
-        changes = {key: value for key, value in changes.items() if not key.startswith("pp_")}
-    elif changes.get("pp_schedule", "").startswith("interleaved"):
+    free = n_devices // math.prod(changes.get(axis, 1) for axis in _AXES)
+    if "pp" not in changes:
+        if "pp_partition" in changes or free == 1:  # for a number of stages that is not known yet, or for none
+            changes = {key: value for key, value in changes.items() if not key.startswith("pp_")}
+        elif any(key.startswith("pp_") for key in changes):
+            changes["pp"] = next(degree for degree in range(2, free + 1) if free % degree == 0)
+            free //= changes["pp"]
+    if changes.get("pp_schedule", "").startswith("interleaved"):
         changes.setdefault("pp_virtual", 2)
     elif "pp_virtual" in changes and "pp_schedule" not in changes and changes["pp_virtual"] > 1:
         changes["pp_schedule"] = "interleaved"
-    free = n_devices // math.prod(changes.get(axis, 1) for axis in _AXES)
     if not {"dp_replicate", "dp_shard"} & changes.keys():
         changes["dp_replicate"] = free
     trial = run.model_copy(update={"parallel": ParallelConfig(**changes)})

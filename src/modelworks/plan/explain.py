@@ -54,10 +54,10 @@ def _why(search: Search, winner: Found) -> str:
         f"{prediction.mfu:.0%}, {prediction.memory / 1e9:.1f} of {prediction.memory_limit / 1e9:.1f} GB"
     )
     if winner.ties:
-        more = "layout" if winner.ties == 1 else "layouts"
+        more = "layout is" if winner.ties == 1 else "layouts are"
         text += (
-            f"; {winner.ties} other {more} as fast within {TIE:.0%}, and this is the simplest of them (fewest axes and "
-            "choices beyond the default)"
+            f"; at least {winner.ties} other {more} as fast within {TIE:.0%}, and this is the simplest of them (fewest "
+            "axes and choices beyond the default)"
         )
     others = search.best[1:]
     if others:

@@ -19,7 +19,7 @@ TIE = 0.01  # times that differ by less are not told apart: the model is not tha
 class Found:
     """A layout and what is predicted for it.
 
-    ties: other layouts, up to `TIE` faster or slower, that it stands for because none is simpler.
+    ties: other layouts, up to `TIE` faster or slower, that it stands for because none is simpler; of those simulated.
     default_seconds: of the same layout with `pp_partition: auto`, where it has a partition of its own that is faster.
     """
 
