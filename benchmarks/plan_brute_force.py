@@ -3,10 +3,10 @@
     python -m benchmarks.plan_brute_force --spaces 50 --seeds 3
 
 Dense models and models of experts of few layers (tied, with grouped keys, with learned positions), 2 to 8 devices, up
-to 1,500 layouts each, without partitions of their own. The memory limit is drawn among the layouts' own needs, so that
-it binds. Fewer devices are searched and evaluated too. Each goal is held against the best of all layouts: the fastest,
-the one of least memory, the fewest devices, and the fewest device-seconds. A layout within 1 % of the best is a tie and
-no miss. Writes results/plan_brute_force.json.
+to 1,500 layouts each (`--layouts`), without partitions of their own. The memory limit is drawn among the layouts' own
+needs, so that it binds. Fewer devices are searched and evaluated too. Each goal is held against the best of all
+layouts: the fastest, the one of least memory, the fewest devices, and the fewest device-seconds. A layout within 1 % of
+the best is a tie and no miss. Writes results/plan_brute_force.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from modelworks.plan import Candidate, Job, Limits, Prediction, Search, evaluate
 from modelworks.plan.found import TIE
 from modelworks.plan.spaces import splits, with_schedules
 
-MOST_LAYOUTS = 1500
 DEFAULT_PARTITION = {"pp_partition": "auto"}
 GOALS = ("fastest", "least memory", "fewest devices", "cheapest")
 
@@ -32,13 +31,14 @@ def main() -> None:
     parser.add_argument("--spaces", type=int, default=50, help="of each seed")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--layouts", type=int, default=1500, help="the most of a space with so many devices")
     parser.add_argument("--no-results", action="store_true", help="print only, write no file")
     arguments = parser.parse_args()
     rows = list[dict[str, Any]]()
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         draw, found = random.Random(seed), list[dict[str, Any]]()
         while len(found) < arguments.spaces:
-            if row := compared(draw):
+            if row := compared(draw, arguments.layouts):
                 found.append({"seed": seed, **row})
                 print(found[-1], flush=True)
         rows += found
@@ -55,13 +55,14 @@ def main() -> None:
         print(write_results("plan_brute_force", results))
 
 
-def compared(draw: random.Random) -> dict[str, Any] | None:
+def compared(draw: random.Random, most: int) -> dict[str, Any] | None:
     """over: by how much each goal of the search is above the best of all layouts, as a share; None where nothing was
     found. None for a space that is empty, too large or without a layout that fits."""
     job = drawn_job(draw)
-    layouts = {size: every_layout(job, size) for size in sizes(job)}
-    if not 0 < len(layouts[job.n_devices]) <= MOST_LAYOUTS:
+    layouts = {job.n_devices: every_layout(job, job.n_devices, most)}
+    if not layouts[job.n_devices]:
         return None
+    layouts |= {size: every_layout(job, size, most) for size in sizes(job)[:-1]}
     needs = sorted(prediction.memory for _, prediction in layouts[job.n_devices])
     limit = needs[int(draw.random() ** 2 * (len(needs) - 1))] * (1.0 + 1e-9)  # more often a tight one
     headroom = max(0.0, 1.0 - limit / (job.device.memory_gb * 1e9))
@@ -98,13 +99,13 @@ def over(found: Search, fitting: dict[int, list[Prediction]], n_devices: int) ->
     }
 
 
-def every_layout(job: Job, n_devices: int) -> list[tuple[Candidate, Prediction]]:
+def every_layout(job: Job, n_devices: int, most: int) -> list[tuple[Candidate, Prediction]]:
     """All of them, predicted in full; none where there are too many."""
     try:
         every = with_schedules(job, Limits(DEFAULT_PARTITION, headroom=0.0), splits(job, Limits(), n_devices))
     except UserError:
         return []
-    if len(every) > MOST_LAYOUTS:
+    if len(every) > most:
         return []
     candidates = [every.candidate(job, index, {}) for index in range(len(every))]
     return [(each, evaluate(each, timeline=False)) for each in candidates]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from modelworks.plan.pipeline import seconds_of_step
 from modelworks.plan.placements import Placements
 from modelworks.plan.table import Table
 
+T = TypeVar("T")
 JOBS = {"llama-3-70b": (512, 8192), "gpt3-175b": (1536, 2048)}
 
 
@@ -31,19 +32,16 @@ def main() -> None:
     results = {}
     for name, (rows, seq_len) in JOBS.items():
         job = Job(preset(name), device("H100"), 1024, seq_len, rows)
-        every: list[Array] = []
-        clock, processor = _best(lambda job=job, every=every: every.append(_closed_forms(job)))
-        space = every[-1]
-        found: list[Any] = []
-        whole, computing = _best(lambda job=job, found=found: found.append(_answer(job)))
+        clock, processor, seconds = _best(_closed_forms, job)
+        whole, computing, found = _best(_answer, job)
         results[name] = {
-            "layouts_per_second": round(len(space) / clock),
-            "layouts_per_processor_second": round(len(space) / processor),
+            "layouts_per_second": round(len(seconds) / clock),
+            "layouts_per_processor_second": round(len(seconds) / processor),
             "search_seconds": round(whole, 2),
             "search_processor_seconds": round(computing, 2),
-            "evaluated": found[-1].evaluated,
-            "simulated": found[-1].simulated,
-            "winner_step_seconds": found[-1].best[0].prediction.step_seconds,
+            "evaluated": found.evaluated,
+            "simulated": found.simulated,
+            "winner_step_seconds": found.best[0].prediction.step_seconds,
         }
         print(name, results[name])
     print(write_results("plan_search", results))
@@ -63,17 +61,16 @@ def _answer(job: Job) -> Search:
     return found
 
 
-def _best(run: Callable[[], Any]) -> tuple[float, float]:
-    """(seconds on the clock, seconds of the processor), the least of each."""
+def _best(run: Callable[[Job], T], job: Job) -> tuple[float, float, T]:
+    """(seconds on the clock, seconds of the processor), the least of each; and what was answered."""
     times = []
     for _ in range(3):
-        seconds_of_step.cache_clear()  # nothing may be remembered from the run before
-        most_held.cache_clear()
-        in_flight_over_step.cache_clear()
+        for each in (seconds_of_step, most_held, in_flight_over_step):
+            each.cache_clear()  # nothing may be remembered from the run before
         began = time.perf_counter(), time.process_time()
-        run()
+        found = run(job)
         times.append((time.perf_counter() - began[0], time.process_time() - began[1]))
-    return min(clock for clock, _ in times), min(processor for _, processor in times)
+    return min(clock for clock, _ in times), min(processor for _, processor in times), found
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ from numpy.typing import NDArray
 from modelworks.layout import V_SHAPED
 from modelworks.layout.pipeline import rounds
 from modelworks.plan.columns import Array
-from modelworks.plan.compute import Passes
 from modelworks.plan.held import shortened, stages_by_rank
-from modelworks.plan.pipeline import Sends
 from modelworks.plan.placements import Pipeline
 
 Rows = NDArray[np.int64]
@@ -31,10 +29,11 @@ _FORWARD, _INPUT, _WEIGHT = range(3)
 _COSTS = 8  # layer and head: forward, gradient of inputs, of weights; what sends take of a pass; until they arrive
 
 
-def least_seconds(pipeline: Pipeline, counts: tuple[int, ...], layer: Passes, head: Passes, sends: Sends) -> Array:
-    """Of rows that have this pipeline. counts: layers of each stage. layer, head, sends: columns of equally many."""
+def least_seconds(pipeline: Pipeline, counts: tuple[int, ...], layer: Array, head: Array, sends: Array) -> Array:
+    """Of rows that have this pipeline. counts: layers of each stage. layer, head, sends: what `layer_costs` says, by
+    part and row."""
     forms = _forms(pipeline.name, counts, pipeline.pp, pipeline.n_micro_batches, pipeline.virtual)
-    return np.asarray((forms @ np.array([*layer, *head, *sends])).max(axis=0))
+    return np.asarray((forms @ np.concatenate([layer, head, sends])).max(axis=0))
 
 
 @lru_cache(maxsize=4096)
@@ -91,11 +90,11 @@ def _after_last(schedule: str, weight: Array, placed: Rows, n_micro_batches: int
     down, up = weight[placed[:, 0]], weight[placed[:, -1]]
     if schedule in ("zb-h1", "interleaved-zb"):
         each = down if n_micro_batches >= pp else weight[placed].max(axis=1)
-        return (rank + 1) * each - weight[0]
+        return np.asarray((rank + 1) * each - weight[0])
     if schedule == "zbv":
-        return (1 + rank) * down + rank * up - weight[0]
+        return np.asarray((1 + rank) * down + rank * up - weight[0])
     if schedule == "dualpipev":
-        return (1 + rank) * (down + up)
+        return np.asarray((1 + rank) * (down + up))
     return np.zeros_like(down)
 
 
@@ -106,9 +105,9 @@ def _forwards(schedule: str, forward: Array, placed: Rows, n_micro_batches: int)
     if schedule in V_SHAPED:
         down = 2 * pp - rank - (1 if schedule == "zbv" else 0)
         down, up = (np.minimum(n_micro_batches, each)[:, None] for each in (down, rank + 1))
-        return down * forward[placed[:, 0]] + up * forward[placed[:, 1]]
+        return np.asarray(down * forward[placed[:, 0]] + up * forward[placed[:, 1]])
     if schedule == "gpipe":
-        return n_micro_batches * forward[placed[:, 0]]
+        return np.asarray(n_micro_batches * forward[placed[:, 0]])
     parts = rounds(pp, shortened(schedule, pp, n_micro_batches, 4))
     warmup = (per_rank - 1) * len(parts[0]) + (2 if schedule == "interleaved" else 1) * (pp - 1 - rank)
     found = np.zeros((pp, _COSTS))

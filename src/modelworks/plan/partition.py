@@ -69,7 +69,7 @@ def best_partition(
         for counts, load in filter(None, found)
         if load <= least
     }
-    return list(min(times, key=lambda counts: times[counts])) if times else None
+    return list(min(times, key=times.__getitem__)) if times else None
 
 
 def _joined(

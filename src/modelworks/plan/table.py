@@ -332,10 +332,8 @@ class _Times:
         order = np.argsort(member, kind="stable")
         for pipeline, mine in zip(pipelines, np.split(order, np.cumsum(np.bincount(member))[:-1]), strict=True):
             if pipeline.pp > 1:
-                costs = [type(each)(*(part[mine] for part in each)) for each in (layers, heads, sent)]
-                counts = placements.counts(pipeline)
-                bound = least_seconds(pipeline, counts, *costs)
-                least[mine] += bound - closed[mine]
+                costs = [np.array([part[mine] for part in each]) for each in (layers, heads, sent)]
+                least[mine] += least_seconds(pipeline, placements.counts(pipeline), *costs) - closed[mine]
         return cls(step, floor, least, closed, layers, heads, sent, pipelines, member)
 
     def costs(self, row: int, counts: tuple[int, ...]) -> Costs:
