@@ -69,7 +69,8 @@ def best_partition(
         for counts, load in filter(None, found)
         if load <= least
     }
-    return list(min(times, key=times.__getitem__)) if times else None
+    fastest: Spread | None = min(times, key=times.__getitem__, default=None)
+    return None if fastest is None else list(fastest)
 
 
 def _joined(

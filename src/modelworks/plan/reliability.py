@@ -132,7 +132,7 @@ def _rate(n_devices: int, per_device_hours: float | None) -> FailureRate:
 def _shares(interval: float, save: float, restart: float, mean: float) -> tuple[float, dict[str, float]]:
     """Goodput and what is lost, as parts of the time."""
     piece = interval + save
-    if max(piece, restart) > 500 * mean:  # e^500: no piece is ever finished
+    if piece + restart > 500 * mean:  # e^500: no piece is ever finished
         return 0.0, {"saving": 0.0, "lost work": 0.0, "restarting": 1.0}
     interruptions = math.expm1(piece / mean)
     seconds = {
