@@ -8,7 +8,7 @@ the same share of warmup and the same cosine, so that a batch k times as large h
 
     tuned at 1x    each optimiser's rate at the base batch, by factors of two, until the best lies between two others
     carried        that rate at 2x to 64x: AdamW's as it is, and AdamW's, LAMB's and LARS's times sqrt(k)
-    tuned at 64x   each optimiser's rate searched again at 16x and 64x, which is what the rules would have to guess
+    tuned at 64x   each optimiser's rate searched again there, which is what the rules would have to guess
 
 A seed sets the initial weights and the order of the data. Rates are tuned with seed 0, the carried runs have two seeds.
 """
@@ -38,7 +38,7 @@ from modelworks.tune import scale_factor
 
 BASE, LENGTH, STEPS = 8, 64, 1024  # sequences, tokens, and steps at the base batch
 TIMES = (1, 2, 4, 8, 16, 32, 64)
-RETUNED = (64, 16)
+RETUNED = 64
 MICRO = 64  # rows of a micro-batch: so small a model is fastest so
 WARMUP, FLOOR = 0.1, 0.1
 SEEDS = (0, 1)
@@ -65,6 +65,8 @@ def main() -> None:
     runs = _stored()
     if not arguments.plot:
         _measure(runs, time.monotonic() + arguments.seconds)
+    for row in table(runs):
+        print("| " + " | ".join(row) + " |")
     plot(runs)
 
 
@@ -78,9 +80,7 @@ def jobs(losses: dict[Job, float]) -> Iterator[Job]:
                 yield Job(name, times, carried_rate(losses, name, rule, times), seed)
         if seed == SEEDS[0]:
             for name in FIRST_RATE:
-                yield from _search(losses, name, RETUNED[0], carried_rate(losses, name, "sqrt", RETUNED[0]))
-    for name in FIRST_RATE:
-        yield from _search(losses, name, RETUNED[1], carried_rate(losses, name, "sqrt", RETUNED[1]))
+                yield from _search(losses, name, RETUNED, carried_rate(losses, name, "sqrt", RETUNED))
 
 
 METHODS = (("adamw", "none"), ("adamw", "sqrt"), ("lamb", "sqrt"), ("lars", "sqrt"))
@@ -193,6 +193,28 @@ def train(job: Job, dataset: Dataset) -> float:
     return score_text(model.parts[0], text).loss
 
 
+def table(losses: dict[Job, float]) -> Iterator[list[str]]:
+    """The carried runs, as means of their seeds (with their number where one is missing), and the tuned rates."""
+    yield ["", *(f"{times}x" for times in TIMES)]
+    for name, rule in METHODS:
+        found = dict(carried(losses, name, rule))
+        yield [_label(name, rule), *(_cell(found.get(times, [])) for times in TIMES)]
+    for name in FIRST_RATE:
+        tuned = {times: best(losses, name, times) for times in (1, RETUNED)}
+        cells = [f"{losses[tuned[times]]:.3f} at {tuned[times].lr:g}" if times in tuned else "" for times in TIMES]
+        yield [f"{name}, rate tuned at this batch", *cells]
+
+
+def _cell(losses: list[float]) -> str:
+    if not losses:
+        return "–"
+    return f"{fmean(losses):.3f}" + ("" if len(losses) == len(SEEDS) else f" ({len(losses)} seed)")
+
+
+def _label(name: str, rule: str) -> str:
+    return f"{name}, rate {'unchanged' if rule == 'none' else 'x sqrt(k)'}"
+
+
 def plot(losses: dict[Job, float]) -> None:
     import matplotlib
 
@@ -202,10 +224,15 @@ def plot(losses: dict[Job, float]) -> None:
     figure, axes = pyplot.subplots(figsize=(7.5, 4.6), layout="constrained")
     for (name, rule), style in zip(METHODS, ("o:", "o-", "s-", "^-"), strict=True):
         rows = list(carried(losses, name, rule))
-        label = f"{name}, rate {'unchanged' if rule == 'none' else 'x sqrt(k)'}"
-        line = axes.plot([times for times, *_ in rows], [fmean(each) for _, each in rows], style, label=label)[0]
+        means = [fmean(each) for _, each in rows]
+        line = axes.plot([times for times, _ in rows], means, style, label=_label(name, rule))[0]
         for times, each in rows:
             axes.plot([times] * len(each), each, "_", color=line.get_color())
+        if rule != "none":
+            tuned = [best(losses, name, times) for times in (1, RETUNED)]
+            places = [job.times for job in tuned], [losses[job] for job in tuned]
+            axes.plot(*places, "*", markersize=11, color=line.get_color())
+    axes.plot([], [], "*", markersize=11, color="gray", label="rate tuned at this batch")
     axes.set_xscale("log", base=2)
     axes.set_xticks(TIMES, [str(times) for times in TIMES])
     axes.set(xlabel=f"batch, times {BASE} sequences of {LENGTH} tokens", ylabel="validation loss (nats/token)")
