@@ -49,6 +49,12 @@ def test_without_figures(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no gradient noise"):
         read_critical_batch(run_directory(tmp_path, []))
     (tmp_path / "other").mkdir()
+    (tmp_path / "off").mkdir()
+    off = run_directory(tmp_path / "off", [])
+    with (off / "config.yaml").open("a") as file:
+        file.write("health: {layers_every: null}\n")
+    with pytest.raises(UserError, match=r"health.layers_every is null: 10 measures it"):
+        read_critical_batch(off)
     with pytest.raises(UserError, match="noise hides the gradient"):
         read_critical_batch(run_directory(tmp_path / "other", [(1.0, -1.0)] * 4))
 
@@ -60,5 +66,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["critical_batch"] == 64.0
     assert result["steps_factor"] == 3.0
     assert len(result["stretches"]) == 8
+    page = tmp_path / "batch.html"
+    assert frame.main(["tune", "batch", "noisy", "--runs-dir", str(tmp_path / "runs"), "--html", str(page)]) == 0
+    text = capsys.readouterr().out
+    assert "critical batch: 64 sequences" in text
+    assert "twice as much saves a quarter of the steps" in text
+    assert '<td class="number">3.00</td>' in page.read_text()
+    assert frame.main(["tune", "batch", "noisy", "--runs-dir", str(tmp_path / "runs"), "--html", str(tmp_path)]) == 2
+    assert "--html" in capsys.readouterr().err
     assert frame.main(["tune", "batch", "noisi", "--runs-dir", str(tmp_path / "runs")]) == 2
     assert "did you mean `noisy`?" in capsys.readouterr().err

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from modelworks.cli.output import JsonFlag, Output
 from modelworks.cli.run_figures import find_run
 from modelworks.cli.runs import RunName, RunsDirectory
-from modelworks.config import format_count
+from modelworks.config import UserError, format_count
 
 if TYPE_CHECKING:
     from modelworks.tune import CriticalBatch
@@ -19,7 +21,12 @@ LIMITS = (
 )
 
 
-def batch(run: RunName, runs_dir: RunsDirectory = Path("runs"), json: JsonFlag = False) -> None:
+def batch(
+    run: RunName,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with the noise over the run.")] = None,
+    runs_dir: RunsDirectory = Path("runs"),
+    json: JsonFlag = False,
+) -> None:
     """Tell the batch beyond which more is waste, from the gradient noise that a run has recorded.
 
     With batches of the noise scale (the critical batch) a loss takes twice the fewest steps and twice the fewest
@@ -27,15 +34,24 @@ def batch(run: RunName, runs_dir: RunsDirectory = Path("runs"), json: JsonFlag =
 
     Example:
     modelworks tune batch my-run
-    modelworks tune batch my-run --json | tail -1
+    modelworks tune batch my-run --html batch.html
     """
     from modelworks.tune import read_critical_batch
 
     output = Output(json=json)
     directory = find_run(run, runs_dir)
     found = read_critical_batch(directory)
+    figures = _as_json(found)
     _print(found, output)
-    output.result(_as_json(found))
+    if html is not None:
+        from modelworks.report import write_noise
+
+        try:
+            write_noise(directory, html, figures)
+        except OSError as error:
+            raise UserError(f"--html: {html} cannot be written ({error.strerror or error})") from None
+        output.print(f"page: {html}")
+    output.result({**figures, "html": str(html) if html else None})
 
 
 def _print(found: CriticalBatch, output: Output) -> None:

@@ -40,7 +40,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class CriticalBatch:
-    """noise_scale: sequences, over the later half of the run. batch: the run's own global batch, in sequences.
+    """noise_scale: sequences, over the later half of the run. batch: the run's own, at its end.
 
     steps_factor, examples_factor: of that batch, over the fewest steps and the fewest sequences possible.
     """
@@ -89,7 +89,8 @@ def read_critical_batch(directory: Path) -> CriticalBatch:
             f"{directory}: over its {len(steps)} measured steps the noise hides the gradient, so that the noise scale "
             "has no figure; measure more steps, or with a larger train.global_batch"
         )
-    return CriticalBatch(whole, config.train.global_batch, config.data.seq_len, _stretches(steps, rows), len(steps))
+    batch = config.batches.rows(steps[-1] - 1)  # of a ramp, where the run has come to
+    return CriticalBatch(whole, batch, config.data.seq_len, _stretches(steps, rows), len(steps))
 
 
 def _read_rows(path: Path) -> dict[int, tuple[float, float]]:
@@ -119,4 +120,11 @@ def _noise_scale(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 def _how(config: RunConfig) -> str:
     """What a run needs in order to measure it."""
-    return "it is measured where a step has several micro-batches or data-parallel ranks"
+    if config.health.layers_every is None:
+        return "health.layers_every is null: 10 measures it at every tenth step"
+    if config.rank_rows == config.train.micro_batch and config.rank_rows == config.train.global_batch:
+        return (
+            f"a step was one micro-batch of {config.rank_rows} sequences, and needs two parts to compare: set "
+            f"train.micro_batch to {max(1, config.rank_rows // 4)}, or have several data-parallel ranks"
+        )
+    return f"it is measured at every {config.health.layers_every}th step, of which there were none"
