@@ -33,7 +33,7 @@ def main() -> None:
             "any step": lambda loader=loader, steps=steps: [loader.batch(step) for step in steps],
             "iterator": lambda loader=loader: list(islice(loader.iterate(), STEPS)),
         }.items():
-            rates = [STEPS * loader.tokens_per_step / _seconds(run) for _ in range(REPEATS)]
+            rates = [loader.tokens(STEPS) / _seconds(run) for _ in range(REPEATS)]
             rate = statistics.median(rates)
             results.append(
                 {

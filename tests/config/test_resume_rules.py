@@ -62,7 +62,7 @@ def test_allowed(override: str) -> None:
         ("data.seq_len=128", "samples the next steps see"),
         ("data.tokenizer.vocab_size=4096", "other tokens"),
         ("data.sources.0.weight=3", "samples the next steps see"),
-        ("train.global_batch=32", "other batch size"),
+        ("train.global_batch=32", "had other sizes"),
         ("train.precision=bf16", "other precision"),
         ("train.grad_clip=2", "other setting"),
         ("optimizer.lr=1", "other setting"),

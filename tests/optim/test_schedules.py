@@ -100,3 +100,13 @@ def test_warmup_from_the_rate_of_a_base_batch() -> None:
     config = ScheduleConfig(name="constant")
     rate = build_schedule(config, peak=3.2, total_steps=20, warmup_steps=5, start=0.1)
     assert [rate(step) for step in range(6)] == pytest.approx([0.72, 1.34, 1.96, 2.58, 3.2, 3.2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_by_samples_as_by_steps_where_steps_are_of_one_size(name: str) -> None:
+    config = ScheduleConfig(name=name)
+    by_step = build_schedule(config, peak=2.0, total_steps=90, warmup_steps=7, decay_steps=20)
+    by_sample = build_schedule(
+        config, peak=2.0, total_steps=540, warmup_steps=42, decay_steps=120, done=lambda step: 6 * step
+    )
+    assert [by_sample(step) for step in range(100)] == pytest.approx([by_step(step) for step in range(100)], rel=1e-14)

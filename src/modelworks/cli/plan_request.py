@@ -115,6 +115,11 @@ def read_request(asked: Asked, *, here: Callable[[], Device]) -> Request:
     if gpus is None and asked.config is not None and asked.layout is None:
         many = "1 device" if n_devices == 1 else f"{n_devices} devices"
         assumed.append(f"{many}: as many as the layout of {asked.config}")
+    if run.train.batch_ramp is not None:
+        assumed.append(
+            f"every step has the full batch, {run.train.global_batch:,} rows: stages of train.batch_ramp, which a "
+            "layout must divide too, are not predicted"
+        )
     job = Job(
         model=run.model,
         device=found,
@@ -278,8 +283,8 @@ def _tokens(asked: Asked, run: RunConfig, assumed: list[str]) -> int | None:
     if asked.config is None or length.unit not in ("steps", "tokens"):
         return None
     assumed.append(f"a run of {length}: train.duration")
-    each = run.train.global_batch * run.data.seq_len
-    return int(length.value) * (each if length.unit == "steps" else 1)
+    value = int(length.value)
+    return run.batches.first_sample(value) * run.data.seq_len if length.unit == "steps" else value
 
 
 def _hyper(asked: Asked, run: RunConfig) -> Hyper:

@@ -95,7 +95,7 @@ def _from_records(path: Path, config: RunConfig | None) -> dict[str, Any]:
     if step := max((row["step"] for row in last.values()), default=0):
         values["steps"] = step
         if config is not None:
-            values["tokens"] = step * config.train.global_batch * config.data.seq_len
+            values["tokens"] = config.batches.first_sample(step) * config.data.seq_len
     return values
 
 

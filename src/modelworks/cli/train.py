@@ -150,7 +150,7 @@ def _dry_run(run: RunConfig, output: Output) -> dict[str, Any]:
         "parameters_by_component": count.by_component,
         "flops_per_token": training_flops_per_token(run.model, run.data.seq_len).training,
         "steps": derived.total_steps,
-        "tokens": derived.total_steps * run.train.global_batch * run.data.seq_len,
+        "tokens": derived.batches.first_sample(derived.total_steps) * run.data.seq_len,
         "warmup_steps": derived.warmup_steps,
         "micro_batch": derived.micro_batch,
         "accumulation": derived.accumulation,

@@ -11,6 +11,7 @@ from modelworks.lazy_names import lazily
 
 if TYPE_CHECKING:
     # isort: off
+    from modelworks.config.batches import BatchSizes as BatchSizes, Stage as Stage
     from modelworks.config.counts import (
         FlopCount as FlopCount,
         ParameterCount as ParameterCount,
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
         resume_differences as resume_differences,
     )
     from modelworks.config.run import (
+        BatchRamp as BatchRamp,
+        BatchStage as BatchStage,
         CheckpointConfig as CheckpointConfig,
         DataConfig as DataConfig,
         EvaluateConfig as EvaluateConfig,
@@ -94,6 +97,7 @@ if TYPE_CHECKING:
     # isort: on
 
 _OFFERS = {
+    "batches": ["BatchSizes", "Stage"],
     "counts": [
         "FlopCount",
         "ParameterCount",
@@ -111,6 +115,8 @@ _OFFERS = {
     "quantities": ["Duration", "format_bytes", "format_count", "parse_bytes", "parse_count"],
     "resume": ["MAY_CHANGE", "Difference", "differences", "resume_differences"],
     "run": [
+        "BatchRamp",
+        "BatchStage",
         "CheckpointConfig",
         "DataConfig",
         "EvaluateConfig",

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from modelworks.config.batch_checks import scaling_problems, unused_by_scaling
+from modelworks.config.batch_checks import ramp_problems, scaling_problems, unused_by_scaling
+from modelworks.config.batches import BatchSizes
 from modelworks.config.counts import parameter_shapes
 from modelworks.config.errors import Problem, nearest
 from modelworks.config.model import ModelConfig
@@ -230,6 +231,7 @@ def _training(train: TrainConfig) -> Iterator[Problem]:
     if train.duration.unit == "percent":
         yield Problem("train.duration", str(train.duration), "steps, tokens or epochs: a run is not a share of itself")
     yield from _positive("train.duration", train.duration)
+    yield from ramp_problems(train)
     if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
         expected = f"at most train.global_batch ({train.global_batch})"
         yield Problem("train.micro_batch", train.micro_batch, expected)
@@ -257,8 +259,10 @@ def _share(part: Duration, whole: Duration, train: TrainConfig, data: DataConfig
         return part.value / whole.value
     if "epochs" in (part.unit, whole.unit) or data is None:
         return None
-    step_tokens = train.global_batch * data.seq_len
-    tokens = [item.value * (step_tokens if item.unit == "steps" else 1) for item in (part, whole)]
+    if any(ramp_problems(train)):
+        return None
+    batches, length = BatchSizes.of(train, data.seq_len), data.seq_len
+    tokens = [batches.first_sample(int(d.value)) * length if d.unit == "steps" else d.value for d in (part, whole)]
     return tokens[0] / tokens[1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -54,8 +55,8 @@ def key_paths(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterato
     for key, field in section_fields(section).items():
         path = f"{prefix}{key}"
         yield path, field
-        in_list = "list" in {getattr(get_origin(part), "__name__", "") for part in _parts(field.annotation)}
         for inner in sections_in(field.annotation):
+            in_list = inner in _listed(field.annotation)
             yield from key_paths(inner, f"{path}.*." if in_list else f"{path}.")
 
 
@@ -83,14 +84,22 @@ def unknown_key(path: str, value: Any) -> Problem:
 def _section_at(path: str) -> type[BaseModel]:
     """The section that holds the key at `path`."""
     section: type[BaseModel] = RunConfig
-    for part in path.split(".")[:-1]:
+    for part, behind in pairwise(path.split(".")):
         if part.isdigit():
             continue
         field = section_fields(section).get(part)
         inner = list(sections_in(field.annotation)) if field else []
+        if field and behind.isdigit():
+            inner = [each for each in inner if each in _listed(field.annotation)]
         if inner:
             section = inner[0]
     return section
+
+
+def _listed(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a type may hold as items of a list."""
+    lists = (part for part in _parts(annotation) if get_origin(part) is list)
+    return [section for part in lists for section in sections_in(part)]
 
 
 def _near_anywhere(name: str, paths: list[str]) -> str | None:

@@ -20,6 +20,8 @@ MAY_CHANGE = {
     "name": "a label",
     "init_from": "read before the first step only",
     "train.duration": "the run ends later or earlier; the schedule from here on is that of the new length",
+    "train.global_batch": "steps to come may have another size",
+    "train.batch_ramp.*": "steps to come may have another size",
     "train.micro_batch": "splits the same global batch differently: the same gradients up to rounding",
     "train.recompute": "gradients are the same",
     "train.compile": "the same mathematics up to rounding",
@@ -40,7 +42,6 @@ _REFUSED = {
     "model.*": "the checkpoint's weights belong to the other model",
     "data.tokenizer*": "the weights were trained on the other tokens",
     "data.*": "which samples the next steps see would no longer follow from those already seen",
-    "train.global_batch": "steps and samples already done are counted in the other batch size",
     "train.precision": "weights and optimiser state are kept in the other precision",
     "optimizer.*": "the optimiser's state was built under the other setting",
     "schedule.*": "the steps already done followed the other schedule",
@@ -105,10 +106,13 @@ def _objection(key: str, saved: RunConfig, new: RunConfig, step: int, total_step
     if key == "train.duration" and total_steps is not None and total_steps < step:
         return f"{step} steps are done and the new duration is {total_steps}"
     if key == "data.mixture_changes":
-        drawn = step * saved.train.global_batch
+        drawn = saved.batches.first_sample(step)
         past = [[change for change in c.data.mixture_changes if change.at < drawn] for c in (saved, new)]
         if past[0] != past[1]:
             return f"the first {drawn:,} samples are drawn already: only changes from there on may differ"
+    of_batch = key == "train.global_batch" or key.startswith("train.batch_ramp")
+    if of_batch and saved.batches.until(step) != new.batches.until(step):
+        return "steps already made had other sizes: a train.batch_ramp that keeps them may lead to another"
     return None
 
 

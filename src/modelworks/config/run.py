@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
+from modelworks.config.batches import BatchSizes
 from modelworks.config.checks import cross_problems
 from modelworks.config.errors import ProblemsError
 from modelworks.config.health import HealthConfig
@@ -79,9 +80,25 @@ class LossScaleConfig(Frozen):
     growth_interval: Positive = 2000
 
 
+class BatchStage(Frozen):
+    """Steps of `batch` sequences, until so many steps or tokens of the run are done."""
+
+    batch: Positive
+    until: Duration
+
+
+class BatchRamp(Frozen):
+    """From `start` sequences up to `train.global_batch` in even increments, spread over the first steps or tokens."""
+
+    start: Positive
+    increment: Positive
+    over: Duration
+
+
 class TrainConfig(Frozen):
     duration: Duration = Duration(2000, "steps")
     global_batch: Positive = 64  # sequences per optimiser step
+    batch_ramp: BatchRamp | list[BatchStage] | None = None  # smaller steps at first
     micro_batch: Positive | Literal["auto"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "bf16-autocast", "fp16"] = "auto"
     recompute: Literal["none", "selective", "full"] = "none"
@@ -227,6 +244,16 @@ class RunConfig(Frozen):
     def rank_rows(self) -> int:
         """Rows of the global batch on one data-parallel rank."""
         return self.train.global_batch // (self.parallel.dp_replicate * self.parallel.dp_shard)
+
+    @property
+    def batches(self) -> BatchSizes:
+        """How many sequences each step has."""
+        return BatchSizes.of(self.train, self.data.seq_len)
+
+    def with_batch(self, rows: int) -> RunConfig:
+        """The run as it would be with steps of so many sequences throughout."""
+        train = self.train.model_copy(update={"global_batch": rows, "batch_ramp": None})
+        return self.model_copy(update={"train": train})
 
     @property
     def peak_rate(self) -> ScaledRate:

@@ -161,7 +161,9 @@ def _branch(members: list[Any], value: Any) -> Any:
 
 
 def _names(step: str, branch: Any) -> bool:
-    return step == getattr(branch, "__name__", "") or step.startswith("list[")
+    if get_origin(branch) is list:
+        return step.startswith("list[")
+    return step == getattr(branch, "__name__", "")
 
 
 def _choices(field: FieldInfo) -> list[Any]:

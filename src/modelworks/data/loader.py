@@ -1,21 +1,21 @@
 """`TrainLoader`: the batch of global step s, a function of (seed, s) and of what the run skipped.
 
-The rows of step s are the samples s * global_batch + r, moved on by what was left out before (`Skips`). Any rank or
-micro-batch asks for the rows it needs and gets the ones that everybody else would get; its state is one integer, the
-next step, and any step is reached at once.
+The rows of a step are the samples that follow those of the steps before it (`BatchSizes`), moved on by what was left
+out before (`Skips`). Any rank or micro-batch asks for the rows it needs and gets the ones that everybody else would
+get; its state is one integer, the next step, and any step is reached at once.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from modelworks.config import DataConfig, UserError, nearest
+from modelworks.config import BatchSizes, DataConfig, UserError, nearest
 from modelworks.data.batch import Batch
 from modelworks.data.dataset import Dataset, SourceData
 from modelworks.data.mixture import Mixture
@@ -27,12 +27,13 @@ from modelworks.data.skips import Skips
 class TrainLoader:
     """Training batches of `dataset` under a config's mixture, packing and order. Raises UserError.
 
-    global_batch: sequences per optimiser step, over all ranks. skips: what is left out; changed only
-    while nothing iterates.
+    global_batch: sequences of each optimiser step, over all ranks; a number where all have as many. skips: what is left
+    out; changed only while nothing iterates.
     """
 
-    def __init__(self, dataset: Dataset, data: DataConfig, seed: int, global_batch: int) -> None:
-        self.global_batch, self.seq_len = global_batch, data.seq_len
+    def __init__(self, dataset: Dataset, data: DataConfig, seed: int, global_batch: int | BatchSizes) -> None:
+        self.batches = BatchSizes.constant(global_batch) if isinstance(global_batch, int) else global_batch
+        self.seq_len = data.seq_len
         self.skips = Skips()
         self._packing = data.packing
         self._sources = [_source(dataset, source.name) for source in data.sources]
@@ -41,17 +42,9 @@ class TrainLoader:
         self._order = SampleOrder(mixture, windows, seed=seed, shuffle=data.shuffle)
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.global_batch * self.seq_len
-
-    @property
     def samples_per_epoch(self) -> int:
         """Samples in one pass over every source: an epoch, whatever the mixture draws them at."""
         return sum(windows.count for windows in self._order.windows)
-
-    @property
-    def steps_per_epoch(self) -> float:
-        return self.samples_per_epoch / self.global_batch
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -60,15 +53,19 @@ class TrainLoader:
 
     def first_sample(self, step: int) -> int:
         """Of global step `step` (from 0), its place in the order of all samples."""
-        return step * self.global_batch + self.skips.before(step)
+        return self.batches.first_sample(step) + self.skips.before(step)
 
     def consumed(self, steps: int) -> int:
         """Samples that are behind a run after so many steps: trained on, or left out between them."""
-        return steps * self.global_batch + sum(end - first for first, end in self.skips.within(steps))
+        return self.batches.first_sample(steps) + sum(end - first for first, end in self.skips.within(steps))
+
+    def tokens(self, steps: int) -> int:
+        """Tokens that the first `steps` steps are trained on, padding included."""
+        return self.batches.first_sample(steps) * self.seq_len
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """The batch of global step `step` (from 0), or some of its rows. Tensors are (rows, seq_len), on the CPU."""
-        numbers = np.arange(self.global_batch, dtype=np.int64)[rows or slice(None)]
+        numbers = np.arange(self.batches.rows(step), dtype=np.int64)[rows or slice(None)]
         sources, starts = self._order.places(self.first_sample(step) + numbers)
         length = self.seq_len + 1
         tokens = np.empty((len(numbers), length), np.uint32)
@@ -95,14 +92,14 @@ class TrainLoader:
 
     def places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each row of a step the number of its source and its first token: names the data of a bad step."""
-        return self._order.places(self.first_sample(step) + np.arange(self.global_batch, dtype=np.int64))
+        return self._order.places(self.first_sample(step) + np.arange(self.batches.rows(step), dtype=np.int64))
 
     def documents(self, step: int, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
         """What the rows of a step are cut from: {sample, source, documents: [first, last]}, documents by their number
         in the source's training stream. rows: some of them, in the order wanted."""
         sources, starts = self.places(step)
         found = []
-        for row in rows if rows is not None else range(self.global_batch):
+        for row in rows if rows is not None else range(self.batches.rows(step)):
             source, start = self._sources[int(sources[row])], int(starts[row])
             first, last = np.searchsorted(source.train.starts, [start, start + self.seq_len], side="right") - 1
             last = min(int(last), source.train.n_documents - 1)
@@ -115,8 +112,10 @@ class TrainLoader:
             )
         return found
 
-    def iterate(self, start_step: int = 0, rows: slice | None = None, *, ahead: int = 4) -> Iterator[Batch]:
-        """Batches from `start_step` on, without end, made ahead of need by a thread.
+    def iterate(
+        self, start_step: int = 0, rows: Callable[[int], slice] | None = None, *, ahead: int = 4
+    ) -> Iterator[Batch]:
+        """Batches from `start_step` on, without end, made ahead of need by a thread. rows: of a step, those wanted.
 
         Errors of the thread are raised here. Closing the iterator (or dropping it) ends the thread.
         """
@@ -137,12 +136,16 @@ class TrainLoader:
             maker.join()
 
     def _make(
-        self, step: int, rows: slice | None, ready: queue.Queue[Batch | BaseException], stopped: threading.Event
+        self,
+        step: int,
+        rows: Callable[[int], slice] | None,
+        ready: queue.Queue[Batch | BaseException],
+        stopped: threading.Event,
     ) -> None:
         item: Batch | BaseException
         while not stopped.is_set():
             try:
-                item = self.batch(step, rows)
+                item = self.batch(step, rows(step) if rows else None)
             except BaseException as error:
                 item = error
             while not stopped.is_set():

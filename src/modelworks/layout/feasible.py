@@ -95,16 +95,9 @@ def layout_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _data(config: RunConfig) -> Iterator[str]:
-    parallel, rows = config.parallel, config.train.global_batch
-    data = parallel.dp_replicate * parallel.dp_shard
-    if rows % data:
-        yield f"train.global_batch: {rows} rows cannot be shared by dp_replicate * dp_shard = {data} ranks"
-    micro = config.train.micro_batch
-    if isinstance(micro, int) and parallel.pp > 1 and rows % data == 0 and (rows // data) % micro:
-        yield (
-            f"train.micro_batch: got {micro}, expected a divisor of the {rows // data} rows of a rank, because every "
-            "micro-batch of a pipeline has the same shape"
-        )
+    parallel = config.parallel
+    for rows in dict.fromkeys([config.train.global_batch, *config.batches.sizes]):
+        yield from _rows(config, rows)
     if parallel.dp_shard > 1 and not parallel.zero:
         yield (
             f"parallel.zero: got 0, expected 1, 2 or 3 with dp_shard={parallel.dp_shard} (for whole copies on every "
@@ -112,6 +105,21 @@ def _data(config: RunConfig) -> Iterator[str]:
         )
     if parallel.zero and parallel.dp_shard == 1:
         yield f"parallel.zero: got {parallel.zero}, expected 0 with dp_shard=1: there is nothing to shard over"
+
+
+def _rows(config: RunConfig, rows: int) -> Iterator[str]:
+    """Of steps of so many rows: the global batch, or a stage of its ramp."""
+    parallel, micro, full = config.parallel, config.train.micro_batch, config.train.global_batch
+    data = parallel.dp_replicate * parallel.dp_shard
+    if rows % data:
+        key = "train.global_batch" if rows == full else "train.batch_ramp"
+        yield f"{key}: {rows} rows cannot be shared by dp_replicate * dp_shard = {data} ranks"
+    elif isinstance(micro, int) and parallel.pp > 1 and (rows // data) % micro:
+        of_stage = "" if rows == full else f" in the stage of {rows} of train.batch_ramp"
+        yield (
+            f"train.micro_batch: got {micro}, expected a divisor of the {rows // data} rows of a rank{of_stage}, "
+            "because every micro-batch of a pipeline has the same shape"
+        )
 
 
 def _tensor(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:

@@ -13,6 +13,9 @@ steps and floor share f:
     inverse-sqrt  P sqrt(W / s), not below the floor     Vaswani et al. 2017 (1706.03762)
     constant      P
 
+Under a batch ramp s, W, T and D count samples instead of steps, so that a rate belongs to so much data seen, as in
+GPT-3 and Megatron-LM; where all steps are of one size that is the same.
+
 The floor is reached where the run ends (s = T), so that a floor of 0 wastes no update either. Beyond T the rate
 stays there. A rate depends on nothing but `s`, which is why a schedule has no state to save.
 """
@@ -35,9 +38,14 @@ def build_schedule(
     warmup_steps: int,
     decay_steps: int = 0,
     start: float = 0.0,
+    done: Callable[[int], int] = int,
 ) -> Schedule:
     """The rate for each update. `decay_steps` is the length of the last phase of `wsd`; others ignore it. start: the
-    rate that the warmup rises from."""
+    rate that the warmup rises from.
+
+    done: what `step` steps have done, in the unit of the lengths. The steps themselves, or, where steps are not of one
+    size, the samples they have seen.
+    """
     if total_steps < 0 or warmup_steps < 0 or decay_steps < 0:
         raise ValueError("a schedule's lengths cannot be negative")
     floor = config.floor
@@ -45,25 +53,26 @@ def build_schedule(
     decay_start = max(warmup_steps, total_steps - decay_steps)
 
     def rate(step: int) -> float:
-        if step < warmup_steps:
-            return start + (peak - start) * (step + 1) / warmup_steps
+        now = done(step)
+        if now < warmup_steps:
+            return start + (peak - start) * min(done(step + 1), warmup_steps) / warmup_steps
         if config.name == "constant":
             return peak
         if config.name == "inverse-sqrt":
             timescale = max(warmup_steps, 1)
-            return peak * max(floor, math.sqrt(timescale / max(step, timescale)))
+            return peak * max(floor, math.sqrt(timescale / max(now, timescale)))
         if config.name == "wsd":
-            shape = _shape(config.decay_shape, _progress(step, decay_start, total_steps))
+            shape = _shape(config.decay_shape, _progress(now, decay_start, total_steps))
         else:
-            shape = _shape(config.name, _progress(step, warmup_steps, total_steps))
+            shape = _shape(config.name, _progress(now, warmup_steps, total_steps))
         return peak * (floor + (1.0 - floor) * shape)
 
     return rate
 
 
-def _progress(step: int, start: int, end: int) -> float:
+def _progress(now: int, start: int, end: int) -> float:
     """0 at `start`, 1 at `end` and beyond; 0 throughout where there is no room for a decay."""
-    return min(1.0, max(0, step - start) / (end - start)) if end > start else 0.0
+    return min(1.0, max(0, now - start) / (end - start)) if end > start else 0.0
 
 
 def _shape(name: str, progress: float) -> float:

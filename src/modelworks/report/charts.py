@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modelworks.report import numbers
-from modelworks.report.run_data import Run, Series
+from modelworks.report.run_data import Run, Series, TokenCounts
 from modelworks.report.series import downsample, smooth
 
 Role = Literal["line", "faint", "points"]
@@ -30,7 +30,7 @@ class Curve:
     series: Series
     colour: int = 0
     role: Role = "line"
-    tokens_per_step: int | None = None
+    tokens: TokenCounts | None = None
     start: float = 0.0  # the run's first moment: seconds since the epoch
 
     def data(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Curve:
             "colour": self.colour % COLOURS,
             "dashed": self.colour >= COLOURS,
             "role": self.role,
-            "tokensPerStep": self.tokens_per_step,
+            "tokens": self.tokens and [self.tokens.at(step) for step, _, _ in points],
             "step": [step for step, _, _ in points],
             "seconds": [round(max(0.0, time - self.start), 1) for _, time, _ in points],
             "value": [value for _, _, value in points],
@@ -116,7 +116,7 @@ def run_charts(run: Run) -> list[Chart]:
 
     def curve(name: str, label: str, colour: int = 0, role: Role = "line") -> list[Curve]:
         series = run.series.get(name)
-        return [Curve(label, series, colour, role, run.tokens_per_step, run.first_time or 0.0)] if series else []
+        return [Curve(label, series, colour, role, run.tokens, run.first_time or 0.0)] if series else []
 
     def smoothed(name: str, label: str = "", colour: int = 0) -> list[Curve]:
         prefix = f"{label}, " if label else ""
@@ -124,7 +124,7 @@ def run_charts(run: Run) -> list[Chart]:
         if series is None or len(series.steps) < 20:
             return curve(name, label or "each step", colour)
         average = Series(name, series.unit, series.steps, smooth(series.values), series.times)
-        line = Curve(f"{prefix}smoothed", average, colour, "line", run.tokens_per_step, run.first_time or 0.0)
+        line = Curve(f"{prefix}smoothed", average, colour, "line", run.tokens, run.first_time or 0.0)
         return [*curve(name, f"{prefix}each step", colour, "faint"), line]
 
     references = [
@@ -191,7 +191,7 @@ def comparison_charts(labels: Sequence[str], runs: Sequence[Run]) -> list[Chart]
                 continue
             values = smooth(series.values) if average else series.values
             shown = Series(name, series.unit, series.steps, [scale * value for value in values], series.times)
-            curves.append(Curve(label, shown, colour, role, run.tokens_per_step, run.first_time or 0.0))
+            curves.append(Curve(label, shown, colour, role, run.tokens, run.first_time or 0.0))
         return Chart(title, unit, curves, **options)
 
     charts = [
@@ -216,7 +216,7 @@ def spread(items: Sequence[int], count: int) -> list[int]:
 def _scaled(curve: Curve, factor: float) -> Curve:
     s = curve.series
     scaled = Series(s.name, s.unit, s.steps, [factor * value for value in s.values], s.times)
-    return Curve(curve.label, scaled, curve.colour, curve.role, curve.tokens_per_step, curve.start)
+    return Curve(curve.label, scaled, curve.colour, curve.role, curve.tokens, curve.start)
 
 
 def _clipping(run: Run) -> tuple[str, list[Reference]]:

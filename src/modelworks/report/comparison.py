@@ -29,7 +29,7 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
         figures_head=["", *labels],
         figures=figures(runs),
         curves=chart_items(comparison_charts(labels, runs)),
-        with_tokens=any(run.tokens_per_step for run in runs),
+        with_tokens=any(run.tokens for run in runs),
         differences=[[key, *values] for key, values in config_differences(runs)],
     )
 

@@ -9,11 +9,13 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from modelworks.config import BatchSizes, UserError, parse_run_config
 from modelworks.records import Record, read_records
 
 
@@ -36,6 +38,24 @@ class Series:
         """(step, value) of the lowest finite value."""
         finite = [(value, step) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
         return (min(finite)[1], min(finite)[0]) if finite else None
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens that a run's steps are trained on, padding included."""
+
+    batches: BatchSizes
+    seq_len: int
+
+    @property
+    def of_step(self) -> tuple[int, int]:
+        """Least and most: under a batch ramp steps differ."""
+        sizes = self.batches.sizes
+        return sizes[0] * self.seq_len, sizes[-1] * self.seq_len
+
+    def at(self, step: int) -> int:
+        """Of the first `step` steps."""
+        return self.batches.first_sample(step) * self.seq_len
 
 
 @dataclass
@@ -66,11 +86,18 @@ class Run:
         """The last step that left a record."""
         return max((series.steps[-1] for series in self.series.values() if series.steps), default=0)
 
-    @property
-    def tokens_per_step(self) -> int | None:
-        """Tokens of one optimiser step, from the config."""
+    @cached_property
+    def tokens(self) -> TokenCounts | None:
+        """What its steps have read, from the config; None where that does not tell."""
         batch, length = self.setting("train.global_batch"), self.setting("data.seq_len")
-        return batch * length if isinstance(batch, int) and isinstance(length, int) else None
+        if not isinstance(batch, int) or not isinstance(length, int):
+            return None
+        if self.setting("train.batch_ramp") is None:
+            return TokenCounts(BatchSizes.constant(batch), length)
+        try:
+            return TokenCounts(parse_run_config(self.config_text, "config.yaml").batches, length)
+        except UserError:
+            return None
 
     @property
     def seconds(self) -> float | None:

@@ -70,7 +70,7 @@ def tokens(run: Run) -> float | None:
     """Tokens trained on: as the run reported them, else steps times the tokens of a step."""
     if isinstance(reported := run.summary.get("tokens"), (int, float)):
         return float(reported)
-    return run.steps * run.tokens_per_step if run.tokens_per_step else None
+    return run.tokens.at(run.steps) if run.tokens else None
 
 
 def typical(run: Run, name: str) -> float | None:
@@ -160,7 +160,10 @@ def _tile(label: str, value: str, detail: str = "") -> dict[str, str]:
 
 
 def _tokens_detail(run: Run) -> str:
-    return f"{run.tokens_per_step:,} a step" if run.tokens_per_step else ""
+    if run.tokens is None:
+        return ""
+    least, most = run.tokens.of_step
+    return f"{most:,} a step" if least == most else f"{least:,} to {most:,} a step"
 
 
 def _utilisation_detail(run: Run) -> str:

@@ -6,14 +6,16 @@ re-runs the run: it has no `auto` left. Durations stay as they were written, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import psutil
 import torch
 
 from modelworks.config import (
-    Duration,
+    BatchSizes,
     Interval,
     OptimizerConfig,
     RunConfig,
@@ -24,6 +26,7 @@ from modelworks.config import (
     describe_seconds,
     failure_rate,
     format_bytes,
+    scale_factor,
     show_value,
 )
 from modelworks.config.optimizers import HABITS
@@ -34,6 +37,7 @@ from modelworks.train.layout_decisions import layout_decisions
 from modelworks.train.memory import MemoryPrediction
 from modelworks.train.precision import PRECISIONS, Precision
 from modelworks.train.rank_memory import predict_rank_memory, saved_bytes, staged_bytes, written_bytes
+from modelworks.train.step_counts import StepCounts, describe_ramp
 
 # Tokens of one micro-batch: enough rows for full-speed products. Beyond it activations only leave the caches sooner.
 CPU_TOKENS = 4096
@@ -76,27 +80,58 @@ class Derived:
     staging: int
     decisions: tuple[Decision, ...]
 
-    @property
+    @cached_property
+    def batches(self) -> BatchSizes:
+        """How many sequences each step has."""
+        return self.config.batches
+
+    @cached_property
     def schedule(self) -> Schedule:
-        return build_schedule(
-            self.config.schedule,
-            peak=self.config.peak_rate.lr,
-            total_steps=self.total_steps,
-            warmup_steps=self.warmup_steps,
-            decay_steps=self.decay_steps,
-            start=self.config.optimizer.lr if self.config.schedule.warmup_from == "base" else 0.0,
+        """The rate of each step. Under a batch ramp it goes by samples, and follows the stage's batch where
+        `optimizer.lr_scaling` says how."""
+        config, total = self.config, self.total_steps
+        done = self.batches.first_sample if self.batches.ramps else int
+        rate = build_schedule(
+            config.schedule,
+            peak=config.peak_rate.lr,
+            total_steps=done(total),
+            warmup_steps=done(self.warmup_steps),
+            decay_steps=done(total) - done(total - self.decay_steps),
+            start=config.optimizer.lr if config.schedule.warmup_from == "base" else 0.0,
+            done=done,
         )
+        rule, full = config.optimizer.lr_scaling, config.train.global_batch
+        if not self.batches.ramps or rule == "none":
+            return rate
+        return lambda step: rate(step) * scale_factor(rule, self.batches.rows(step), full)
+
+    def at(self, step: int) -> Derived:
+        """For the step that follows `step` steps: its configuration has the batch of its stage, and no ramp."""
+        return self._of_batch(self.batches.rows(step))
+
+    def _of_batch(self, rows: int) -> Derived:
+        if rows == self.config.train.global_batch:
+            return self
+        if rows not in self._stages:
+            config = self.config.with_batch(rows)
+            accumulation = -(-config.rank_rows // self.micro_batch)
+            self._stages[rows] = replace(self, config=config, accumulation=accumulation)
+        return self._stages[rows]
+
+    @cached_property
+    def _stages(self) -> dict[int, Derived]:
+        return {}
 
 
 def derive(
     config: RunConfig,
     machine: Machine,
     *,
-    steps_per_epoch: float | None = None,
+    samples_per_epoch: int | None = None,
     earlier: RunConfig | None = None,
     ranks_here: int | None = None,
 ) -> Derived:
-    """Decide all that is open. steps_per_epoch: None while the data is unknown; then epochs are an error.
+    """Decide all that is open. samples_per_epoch: None while the data is unknown; then epochs are an error.
 
     earlier: the resolved configuration of the run that is resumed, whose choices stand wherever this one says `auto`:
     a run must not change its precision because it was resumed on a busier machine. ranks_here: of a split run, those
@@ -136,15 +171,17 @@ def derive(
     if config.optimizer.lr_scaling != "none":
         rate = config.peak_rate
         decide("peak learning rate", f"{rate.lr:.4g}", rate.reason)
-    steps = _Steps(train.global_batch * config.data.seq_len, steps_per_epoch)
-    total = steps.of("train.duration", train.duration)
-    decide("total steps", total, f"{train.duration} at {steps.tokens:,} tokens a step")
-    warmup = steps.of("schedule.warmup", config.schedule.warmup, total)
+    steps = StepCounts(config, samples_per_epoch)
+    total = steps.total
+    decide("total steps", total, f"{train.duration} at {steps.tokens:,} tokens a step{steps.of_ramp}")
+    if steps.batches.ramps:
+        decide("batch ramp", *describe_ramp(steps.batches, config.data.seq_len, total))
+    warmup = steps.first("schedule.warmup", config.schedule.warmup)
     decide("warmup steps", warmup, f"schedule.warmup is {config.schedule.warmup}")
-    decay = steps.of("schedule.decay", config.schedule.decay, total) if config.schedule.name == "wsd" else 0
+    decay = steps.last("schedule.decay", config.schedule.decay) if config.schedule.name == "wsd" else 0
     if decay:
         decide("decay steps", decay, f"schedule.decay is {config.schedule.decay}")
-    evaluate_every = max(1, steps.of("evaluate.every", config.evaluate.every, total))
+    evaluate_every = steps.every("evaluate.every", config.evaluate.every)
     decide("evaluation every", f"{evaluate_every} steps", f"evaluate.every is {config.evaluate.every}, and at the end")
     checkpoint = resolved.checkpoint
     staging = staged_bytes(split, precision=train.precision)
@@ -161,7 +198,7 @@ def derive(
         interval = _first_interval(split, machine, staging)
         decide("checkpoint.every", describe_seconds(interval.seconds), f"at first, {interval.reason}")
     else:
-        every = max(1, steps.of("checkpoint.every", checkpoint.every, total))
+        every = steps.every("checkpoint.every", checkpoint.every)
     tasks_every, keep_every = config.evaluate.tasks_every, checkpoint.keep_every
     return Derived(
         config=split,
@@ -173,10 +210,10 @@ def derive(
         warmup_steps=warmup,
         decay_steps=decay,
         evaluate_every=evaluate_every,
-        tasks_every=None if tasks_every is None else max(1, steps.of("evaluate.tasks_every", tasks_every, total)),
+        tasks_every=None if tasks_every is None else steps.every("evaluate.tasks_every", tasks_every),
         checkpoint_every=every,
         save_interval=interval,
-        keep_every=None if keep_every is None else max(1, steps.of("checkpoint.keep_every", keep_every, total)),
+        keep_every=None if keep_every is None else steps.every("checkpoint.keep_every", keep_every),
         memory=_predict(split, micro_batch),
         staging=staging,
         decisions=tuple(decisions),
@@ -189,21 +226,6 @@ def _own_values(optimizer: OptimizerConfig) -> Iterator[tuple[str, str, str]]:
         if key not in optimizer.model_fields_set:
             value = show_value(getattr(optimizer, key))
             yield f"optimizer.{key}", value, f"{optimizer.name}'s own: {HABITS[optimizer.name].reason}"
-
-
-class _Steps:
-    """Durations in steps. tokens: of one step, padding included."""
-
-    def __init__(self, tokens: int, per_epoch: float | None) -> None:
-        self.tokens, self.per_epoch = tokens, per_epoch
-
-    def of(self, key: str, duration: Duration, total: int | None = None) -> int:
-        if duration.unit == "epochs" and self.per_epoch is None:
-            raise UserError(
-                f"{key}: how many steps `{duration}` takes is known only with the data, which is not read here; "
-                "write it in steps or tokens"
-            )
-        return duration.steps(tokens_per_step=self.tokens, steps_per_epoch=self.per_epoch or 0.0, total_steps=total)
 
 
 def _keep_earlier(config: RunConfig, earlier: RunConfig | None) -> RunConfig:
@@ -235,9 +257,11 @@ def _choose_micro_batch(config: RunConfig, ranks_here: int) -> tuple[int, str]:
     train, seq_len = config.train, config.data.seq_len
     parallel = config.parallel
     wanted = CPU_TOKENS if train.device == "cpu" else GPU_TOKENS
-    # A pipeline needs several micro-batches to fill, at least as many as it has ranks.
-    most = max(1, config.rank_rows // (parallel.pp if parallel.pp > 1 else 1))
-    shares = [rows for rows in range(most, 0, -1) if config.rank_rows % rows == 0]
+    # A pipeline needs several micro-batches to fill, at least as many as it has ranks. Every stage of a batch ramp is
+    # to be cut evenly.
+    shared = math.gcd(*(config.with_batch(rows).rank_rows for rows in config.batches.sizes))
+    most = max(1, shared // (parallel.pp if parallel.pp > 1 else 1))
+    shares = [rows for rows in range(most, 0, -1) if shared % rows == 0]
     fast = [rows for rows in shares if rows * seq_len <= wanted] or [1]
     on_device = train.device == "cuda"
     free = _free_memory(train.device) // (1 if on_device else ranks_here)  # a device is a rank's own

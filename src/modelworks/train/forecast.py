@@ -59,8 +59,9 @@ def say_forecast(
     }
     for name, (value, unit) in figures.items():
         log.figure(step, f"predicted/{name}", value, unit, kind="predicted")
+    of_step = "step of the full batch" if recording.loader.batches.ramps else "step"
     console.print(
-        f"predicted: {describe_step(found.step_seconds)} a step, {format_count(speed)} tokens/s, MFU "
+        f"predicted: {describe_step(found.step_seconds)} a {of_step}, {format_count(speed)} tokens/s, MFU "
         f"{recording.mfu(speed):.1%}, {format_bytes(found.memory)} of tensors on the fullest rank; {found.basis}",
         markup=False,
         soft_wrap=True,

@@ -26,7 +26,7 @@ class Recording:
     log: RunLog
     terminal: Terminal
     memory: MemoryMeter
-    tokens_per_step: int
+    loader: TrainLoader
     flops_per_token: float
     peak_flops: float
     losses: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Recording:
 
     def after_step(self, state: TrainState, done: StepDone) -> None:
         step, result, log = done.step, done.result, self.log
-        speed = self.tokens_per_step / done.seconds
+        speed = (self.loader.tokens(step) - self.loader.tokens(step - 1)) / done.seconds
         log.figure(step, "train/loss", result.loss, "nats/token")
         log.figure(step, "train/lr", done.lr)
         log.figure(step, "train/grad_norm", result.grad_norm)
@@ -51,6 +51,11 @@ class Recording:
         self.losses.append(result.loss)
         self.speeds.append(speed)
         self.terminal.step(step, loss=result.loss, lr=done.lr, tokens_per_second=speed)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of a step of the full batch, which a batch ramp leads to."""
+        return self.loader.batches.sizes[-1] * self.loader.seq_len
 
     @property
     def median_speed(self) -> float | None:

@@ -212,7 +212,7 @@ def _build_hooks(
     return _Hooks(
         log,
         terminal,
-        recording=Recording(log, terminal, memory, loader.tokens_per_step, flops, peak_flops),
+        recording=Recording(log, terminal, memory, loader, flops, peak_flops),
         health=HealthRecords(log, terminal, loader, state.model.mesh) if state.watch else None,
         split=SplitRecords(log, derived, state, run_dir) if state.model.mesh.layout.world_size > 1 else None,
         validation=Validation(log, terminal, derived, text, dataset, loader, prompts),
@@ -230,8 +230,8 @@ def _run(prepared: Prepared, state: TrainState, hooks: _Hooks, profile: Profile)
         hooks.validation.catch_up(state)
         hooks.checkpoints.catch_up(state)
         try:
-            rows = data_rows(state.model, derived.config.train.global_batch)
-            run_steps(state, derived, loader.iterate(state.step, rows), [*hooks.all, profiling], stop)
+            batches = loader.iterate(state.step, lambda step: data_rows(state.model, derived.batches.rows(step)))
+            run_steps(state, derived, batches, [*hooks.all, profiling], stop)
         except TrainingFailed as error:
             hooks.log.event(state.step, "warning", str(error))
             hooks.checkpoints.stop(state)

@@ -76,7 +76,7 @@ def run_steps(
                 state.model,
                 state.optimizer,
                 batch,
-                derived.config,
+                derived.at(state.step).config,
                 step=state.step,
                 lr=lr,
                 micro_batch=derived.micro_batch,
@@ -117,10 +117,10 @@ def _stopped(judgement: Judgement, step: int) -> str:
 
 
 def _explain(error: NonFiniteStep, step: int, derived: Derived) -> str:
-    batch = derived.config.train.global_batch
+    before = derived.batches.first_sample(step)
     what = f"step {step + 1}: the loss is {error.loss} and the gradient norm {error.grad_norm}"
     where = ""
     if error.rows:
         first, end = error.rows
-        where = f" (first in samples {step * batch + first} to {step * batch + end - 1})"
+        where = f" (first in samples {before + first} to {before + end - 1})"
     return f"{what}{where}; {_REMEDY}"

@@ -69,11 +69,11 @@ def prepare(
     measured: Machine = mesh.shared(machine or (measure(config, console, ranks_here=ranks_here) if main else None))
     on_rank_0(mesh, lambda: _build_dataset(config, console))  # the others find it built
     dataset = build_dataset(config.data, progress=False)
-    loader = TrainLoader(dataset, config.data, config.seed, config.train.global_batch)
+    loader = TrainLoader(dataset, config.data, config.seed, config.batches)
     earlier = checkpoint.config if checkpoint else None
-    epoch = loader.steps_per_epoch
+    epoch = loader.samples_per_epoch
     derived = on_rank_0(
-        mesh, lambda: derive(config, measured, steps_per_epoch=epoch, earlier=earlier, ranks_here=ranks_here)
+        mesh, lambda: derive(config, measured, samples_per_epoch=epoch, earlier=earlier, ranks_here=ranks_here)
     )
     mesh.device = own_device(derived.device)
     changes = []

@@ -69,7 +69,7 @@ def build_result(
     metrics = state.metrics  # of the checkpoint, where a finished run was resumed and nothing was left to do
     return Result(
         steps=state.step,
-        tokens=state.step * loader.tokens_per_step,
+        tokens=loader.tokens(state.step),
         train_loss=recording.losses[-1] if recording.losses else None,
         val_loss=score.loss if score else metrics.get("val_loss"),
         val_perplexity=score.perplexity if score else metrics.get("val_perplexity"),

@@ -72,7 +72,7 @@ class SplitRecords:
         self._log, self._derived, self._run_dir = log, derived, run_dir
         self._first = min(state.step + FIRST, derived.total_steps)
         self._measured_first = False
-        self._predicted: list[RankFigures] | None = None
+        self._predicted: dict[int, list[RankFigures]] = {}  # by the micro-batches of a step
         self._bubble: dict[str, float | None] | None = None
         self._prepare(state)
 
@@ -87,11 +87,12 @@ class SplitRecords:
         wanted = step == self._first or step % derived.evaluate_every == 0 or step == derived.total_steps
         state.model.measures = wanted and step <= derived.total_steps
         if derived.config.parallel.pp > 1:
-            state.model.executor(derived.accumulation).record = step == self._first
+            state.model.executor(derived.at(state.step).accumulation).record = step == self._first
 
     def _measure(self, state: TrainState, done: StepDone) -> None:
         model = state.model
-        executor = model.executor(self._derived.accumulation)
+        here = self._derived.at(done.step - 1)
+        executor = model.executor(here.accumulation)
         own = RankFigures(
             {key: (volume.calls, volume.bytes) for key, volume in done.sent.items()},
             done.result.held,
@@ -104,21 +105,22 @@ class SplitRecords:
         measured: list[RankFigures] = model.mesh.group("world").gather_objects(own)
         if not model.mesh.is_main:
             return
-        if self._predicted is None:
+        if here.accumulation not in self._predicted:
             ranks = range(model.mesh.layout.world_size)
-            self._predicted = [predict_rank(self._derived, rank) for rank in ranks]
+            self._predicted[here.accumulation] = [predict_rank(here, rank) for rank in ranks]
+        predicted = self._predicted[here.accumulation]
         if any(figures.timeline for figures in measured):
-            self._record_pipeline(done.step, measured, executor.program)
-        for own, formula in zip(measured, self._predicted, strict=True):
+            self._record_pipeline(here, done.step, measured, executor.program)
+        for own, formula in zip(measured, predicted, strict=True):
             own.memory = {name: size for name, size in own.memory.items() if name in formula.memory}
         pipeline = len(executor.program) > 1
         self._log.write(*figure_records(done.step, measured, "measured", pipeline=pipeline))
-        self._log.write(*figure_records(done.step, self._predicted, "predicted", pipeline=pipeline))
-        self.latest = compact(done.step, measured, self._predicted, self._bubble)
+        self._log.write(*figure_records(done.step, predicted, "predicted", pipeline=pipeline))
+        self.latest = compact(done.step, measured, predicted, self._bubble)
 
-    def _record_pipeline(self, step: int, measured: list[RankFigures], program: Program) -> None:
+    def _record_pipeline(self, here: Derived, step: int, measured: list[RankFigures], program: Program) -> None:
         timeline = Timeline(tuple(tuple(figures.timeline) for figures in measured if figures.timeline))
-        self._bubble = bubbles(self._derived, timeline, program)
+        self._bubble = bubbles(here, timeline, program)
         for name, value in self._bubble.items():
             if value is None:
                 continue

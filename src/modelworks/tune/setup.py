@@ -99,13 +99,14 @@ def prepare_trials(config: RunConfig, share: float, console: Console, *, earlier
     if not 0 < share <= 1:
         raise UserError(f"--share: got {share:.4%}, expected a share of the run's tokens above 0%, such as 2%")
     check_layout(config)
+    ramped, config = config.batches.ramps, config.with_batch(config.train.global_batch)
     config = config.model_copy(update={"evaluate": _one_evaluation(config.evaluate)})
     check_references(config)
     machine = measure(config, console, ranks_here=Layout.of(config.parallel).world_size)
     dataset = build_dataset(config.data, progress=not console.quiet)
     warnings = list(check_vocabulary(config, dataset))
-    loader = TrainLoader(dataset, config.data, config.seed, config.train.global_batch)
-    whole = derive(config, machine, steps_per_epoch=loader.steps_per_epoch, earlier=earlier)
+    loader = TrainLoader(dataset, config.data, config.seed, config.batches)
+    whole = derive(config, machine, samples_per_epoch=loader.samples_per_epoch, earlier=earlier)
     steps = math.ceil(share * whole.total_steps - 1e-9)
     if steps < FEWEST_STEPS:
         raise UserError(
@@ -124,6 +125,8 @@ def prepare_trials(config: RunConfig, share: float, console: Console, *, earlier
     decisions.append(
         f"a trial: {derived.total_steps} of the run's {whole.total_steps} steps, {derived.warmup_steps} of them warmup"
     )
+    if ramped:
+        decisions.append("trials have the full batch from the first step: train.batch_ramp is left out")
     if config.optimizer.lr_scaling != "none":
         decisions.append("rates are those of optimizer.lr, before optimizer.lr_scaling")
     return Setup(small, steps, whole.total_steps, machine, dataset.key, tuple(decisions), tuple(warnings))

@@ -34,6 +34,7 @@ def shrink(config: RunConfig) -> RunConfig:
             "train": config.train.model_copy(
                 update={
                     "global_batch": rows * parallel.dp_replicate * parallel.dp_shard,
+                    "batch_ramp": None,
                     "micro_batch": 1,
                     "device": "cpu",
                     "compile": False,

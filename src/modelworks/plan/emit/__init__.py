@@ -102,6 +102,8 @@ def _refusals(target: str, wanted: Wanted) -> list[str]:
         return reasons
     if wanted["init_from"] is not None:
         reasons.append("init_from: weights are not carried over; export them with `modelworks convert`")
+    if wanted.config.train.batch_ramp is not None:
+        reasons.append("train.batch_ramp: ramps are not written for other programs; set it to null, and add theirs")
     rows = wanted["parallel.dp_replicate"] * wanted["parallel.dp_shard"] * wanted["train.micro_batch"]
     if wanted["train.global_batch"] % rows:
         reasons.append(

@@ -1,6 +1,6 @@
 // Draws every <figure class="chart"> from the JSON inside it. No dependencies, no requests.
 //
-// A curve is {label, colour, dashed, role: line | faint | points, step[], seconds[], value[], tokensPerStep};
+// A curve is {label, colour, dashed, role: line | faint | points, step[], seconds[], value[], tokens[] or null};
 // a null value is one that was not finite: the line breaks there and a mark stands at the top edge.
 "use strict";
 (() => {
@@ -10,7 +10,7 @@
 
   const xOf = {
     step: (curve, i) => curve.step[i],
-    tokens: (curve, i) => curve.step[i] * (curve.tokensPerStep || NaN),
+    tokens: (curve, i) => (curve.tokens ? curve.tokens[i] : NaN),
     time: (curve, i) => curve.seconds[i],
   };
 
@@ -230,7 +230,7 @@
       const { curve, i } = spot;
       const places = [`step ${curve.step[i].toLocaleString("en-US")}`];
       if (this.width > 600) {
-        if (curve.tokensPerStep) places.push(`${compact(curve.step[i] * curve.tokensPerStep)} tokens`);
+        if (curve.tokens) places.push(`${compact(curve.tokens[i])} tokens`);
         places.push(clock(curve.seconds[i]));
       }
       // Beside the line, on the side with more room.

@@ -41,8 +41,8 @@ class HealthRecords:
     def _tell(self, done: StepDone, judgement: Judgement) -> None:
         step = done.step
         if judgement.spikes:
-            rows, batch = done.result.rows, self._loader.global_batch
-            first = (step - 1) * batch
+            rows, batch = done.result.rows, self._loader.batches.rows(step - 1)
+            first = self._loader.batches.first_sample(step - 1)
             suspects = None if rows is None else [first + rows[0], first + rows[1] - 1]
             order = [*range(*rows), *(row for row in range(batch) if not rows[0] <= row < rows[1])] if rows else None
             documents = self._loader.documents(step - 1, order)
