@@ -132,10 +132,12 @@ def test_nearest_key(key: str, suggestion: str) -> None:
 def test_every_misspelt_key_is_answered_with_the_right_one() -> None:
     base = "model: {preset: llama-tiny, rope_scaling: {type: linear}}\noptimizer: {groups: [{pattern: '*'}]}\n"
     base += "data: {mixture_changes: [{at: 1, weights: {code: 1}}]}"
+    stages = "\ntrain: {batch_ramp: [{batch: 1, until: 1 steps}]}"  # or a mapping, whose keys are others
     for path, _ in key_paths():
         written = path.replace("*", "0")
         wrong = f"{written}x"
-        assert f"(did you mean `{written}`?)" in problems(base, f"{wrong}=1")[wrong]
+        text = base + stages * path.startswith("train.batch_ramp.*")
+        assert f"(did you mean `{written}`?)" in problems(text, f"{wrong}=1")[wrong]
 
 
 @pytest.mark.parametrize("value", ["1e30", "1e400", "999999999999999999999999", ".inf", ".nan", "-5", "true", "[4]"])
