@@ -19,7 +19,7 @@ from modelworks.layout import Layout
 from modelworks.optim import build_optimizer
 from modelworks.parallel import build_mesh, joined, launch, process_group, split_model
 from modelworks.train import PRECISIONS, apply_gradients, compute_gradients, data_rows
-from modelworks.train.rates import random_batch
+from modelworks.train.step_rates import random_batch
 
 STEPS = 3
 

@@ -5,6 +5,7 @@ import pytest
 from modelworks.cli.forecast import forecast
 from modelworks.config import UserError
 from modelworks.hardware import (
+    FORM,
     Accelerator,
     MeasuredOn,
     calibrated_device,
@@ -31,9 +32,14 @@ def test_an_uncalibrated_machine_is_as_fast_as_its_products_were_measured(decide
 def test_a_calibrated_machine_is_planned_with_its_own_rates(decided, tiny_config, tiny_machine, tmp_path, monkeypatch):
     monkeypatch.setenv("MODELWORKS_HARDWARE", str(tmp_path))
     here = facts()
-    on = MeasuredOn(cpu=here.cpu, cores=here.cores, torch="2", at="2026-01-02T00:00:00+00:00")
+    on = MeasuredOn(form=FORM, cpu=here.cpu, cores=here.cores, torch="2", at="2026-01-02T00:00:00+00:00")
     write_device(calibrated_device(here, catalogue().device("CPU").measured, on), calibration_file())
     assert forecast(decided, tiny_machine, 1).basis == "from rates measured here on 2026-01-02"
+    old = calibrated_device(here, catalogue().device("CPU").measured, on.model_copy(update={"form": 1}))
+    write_device(old, calibration_file())
+    basis = forecast(decided, tiny_machine, 1).basis
+    assert "measures this one; the calibration that is there of 2026-01-02 is an earlier version's" in basis
+    write_device(calibrated_device(here, catalogue().device("CPU").measured, on), calibration_file())
     parallel = decided.parallel.model_copy(update={"dp_replicate": 4})
     several = tiny_config("train.micro_batch=1", "train.precision=fp32").model_copy(update={"parallel": parallel})
     assert "4 processes as if 2 shared the cores longer" in forecast(several, tiny_machine, 1).basis

@@ -6,6 +6,7 @@ from hypothesis.extra.numpy import arrays
 
 from modelworks.config import UserError
 from modelworks.hardware import (
+    FORM,
     MeasuredOn,
     Rates,
     calibrated_device,
@@ -70,7 +71,7 @@ def test_this_machine_is_assumed_until_it_was_measured(directory):
 
 def test_a_calibration_is_found_where_it_was_written_and_only_on_its_machine(directory):
     found = facts()
-    on = MeasuredOn(cpu=found.cpu, cores=found.cores, torch="2", at="2026-01-01T00:00:00+00:00")
+    on = MeasuredOn(form=FORM, cpu=found.cpu, cores=found.cores, torch="2", at="2026-01-01T00:00:00+00:00")
     measured = calibrated_device(found, CPU.measured, on)
     assert this_machine().is_calibrated is False
     write_device(measured, calibration_file())
@@ -83,6 +84,20 @@ def test_a_calibration_is_found_where_it_was_written_and_only_on_its_machine(dir
     write_device(other, calibration_file())
     assert not this_machine().is_calibrated
     assert f"{found.cores + 1} cores" in this_machine().note
+
+
+def test_a_calibration_of_an_earlier_form_counts_as_none_and_is_told(directory):
+    found = facts()
+    on = MeasuredOn(cpu=found.cpu, cores=found.cores, torch="2", at="2025-01-02T00:00:00+00:00")
+    write_device(calibrated_device(found, CPU.measured, on), calibration_file())
+    text = calibration_file().read_text().replace("operations:", "parts:")  # which no reader knows
+    calibration_file().write_text(text)
+    here = this_machine()
+    assert not here.is_calibrated
+    assert "2025-01-02 is an earlier version's: calibrate again" in here.note
+    assert device("H100").name.startswith("H100")
+    with pytest.raises(UserError, match="calibrated by an earlier version; modelworks plan --calibrate --out"):
+        device(str(calibration_file()))
 
 
 def test_scaled_rates_take_longer_for_work_and_as_long_for_calls():

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from modelworks.config import ModelConfig, ParallelConfig, RunConfig, UserError
-from modelworks.hardware import Both, Costs, Device, catalogue
+from modelworks.config import ModelConfig, ParallelConfig, RunConfig, UserError, count_parameters
+from modelworks.hardware import OPERATIONS, Both, Costs, Device, catalogue
 from modelworks.plan import Candidate, Split, evaluate, work_of
-from modelworks.plan.calibrate import fit_rates
+from modelworks.plan.calibrate import Probes, fit_rates
 from modelworks.plan.measured import Counts
 from modelworks.plan.measured_step import head_products, layer_attention, layer_products
 from modelworks.plan.run import predict_run
@@ -32,17 +32,19 @@ KNOWN = Costs(
 )
 
 
-def probe(n_layers, d_model, d_ff, vocab_size, rows, micro_batch=None, **experts):
+def probe(n_layers, d_model, d_ff, vocab_size, rows, micro_batch=None, parallel=None, **experts):
     shape = {"n_layers": n_layers, "d_model": d_model, "n_heads": d_model // 32, "d_ff": d_ff, "vocab_size": vocab_size}
     return RunConfig.model_validate(
         {
             "model": {"family": "mixtral" if experts else "llama", "tie_embeddings": True, **shape, **experts},
             "data": {"seq_len": 128, "tokenizer": "tokenizer.json"},
             "train": {"global_batch": rows, "micro_batch": micro_batch or rows, "precision": "fp32"},
+            "parallel": parallel or {},
         }
     )
 
 
+SHARDED = {"dp_shard": 2, "zero": 3}
 PROBES = [
     probe(8, 64, 128, 256, 1),
     probe(2, 256, 704, 512, 8),
@@ -66,6 +68,20 @@ def split_of(config):
     )
 
 
+def operations(counts, half):
+    """Seconds at the reference's rates, from their meaning: two norms, a sum forward, two of gradients, and so on."""
+    each = {name: getattr(both, half) for name, both in CPU.measured[0].operations["fp32"].items()}
+    sums = {"forward": 1, "backward": 2}[half]
+    return (
+        counts.stream * (2 * each["rmsnorm"] + sums * each["residual"])
+        + counts.rotated * each["rotation"]
+        + counts.hidden * each["swiglu"]
+        + counts.joined * each["joined"]
+        + counts.alone * each["alone"]
+        + counts.accumulated * each["accumulate"]
+    )
+
+
 def made_up_times(config):
     """What a machine with the reference's products and `KNOWN` costs would take, from their meaning."""
     work = work_of(config.model, split_of(config), CPU, precision="fp32")
@@ -77,7 +93,8 @@ def made_up_times(config):
         each = {
             name: getattr(getattr(KNOWN, name), half) for name in ("layer", "expert", "element", "routed", "weight")
         }
-        return each.pop("layer") + sum(cost * getattr(counts, name) for name, cost in each.items())
+        own = each.pop("layer") + sum(cost * getattr(counts, name) for name, cost in each.items())
+        return own + operations(counts, half)
 
     forward = n * (layer_products(work, known, 0) + layer_attention(work, known, 0) + between("forward"))
     forward += KNOWN.token.forward * stream
@@ -88,15 +105,43 @@ def made_up_times(config):
     return [float(forward), float(m * (forward + backward)), float(KNOWN.update * shape.parameters + KNOWN.step)]
 
 
+def raw(rates, sharded=()):
+    """What `measure_rank` would have returned on a machine with these rates and `KNOWN` costs."""
+    rows = [[both.forward, both.backward] for both in (rates.operations["fp32"][name] for name in OPERATIONS)]
+    return rates.model_dump() | {
+        "operations": {"fp32": rows},
+        "steps": {"fp32": [made_up_times(config) for config in PROBES]},
+        "watched": {"fp32": []},
+        "sharded": {"fp32": list(sharded)},
+        "split_loss": {"fp32": []},
+    }
+
+
 def test_the_fit_finds_the_costs_that_made_the_times_and_predicts_another_shape():
-    reference = CPU.measured[0].model_dump()
-    raw = {**reference, "steps": {"fp32": [made_up_times(config) for config in PROBES]}}
-    fit = fit_rates(raw, PROBES)
+    fit = fit_rates(raw(CPU.measured[0]), Probes(PROBES, PROBES[1], []))
     assert max(map(abs, fit.errors["fp32"])) < 1e-3
     other = probe(6, 192, 640, 2048, 12, micro_batch=4)
     device = CPU.model_copy(update={"measured": [fit.rates]})
     _, gradients, update = made_up_times(other)
     assert predict_run(other, device).step_seconds == pytest.approx(gradients + update, rel=0.01)
+
+
+def test_what_a_step_takes_longer_with_zero_3_or_watched_is_the_cost_of_it():
+    rates = CPU.measured[1]
+    sharded = [probe(8, 128, 352, 512, 4, 2, SHARDED), probe(3, 512, 1408, 512, 2, 1, SHARDED)]
+    measured = raw(rates)
+    for config in sharded:
+        n, gathered = config.model.n_layers, 4 * 512 * config.model.d_model
+        per_layer = 4 * (count_parameters(config.model).total - 513 * config.model.d_model) / n
+        gather, scatter = (rates.exchange_fits[kind] for kind in ("all_gather", "reduce_scatter"))
+        exchanged = sum(2 * n * (gather[0] + gather[1] * per_layer) for _ in (0,)) + n * scatter[0]
+        exchanged += n * scatter[1] * per_layer + gather[0] + scatter[0] + (gather[1] + scatter[1]) * gathered
+        calls, elements = 3 * n + 2, (3 * n * per_layer + 2 * gathered) / 4
+        measured["sharded"]["fp32"].append([1.0, 1.0 + exchanged + 2e-3 * calls + 3e-9 * elements])
+    measured["watched"]["fp32"] = [[1.0, 2.0]]
+    costs = fit_rates(measured, Probes(PROBES, PROBES[1], sharded)).rates.costs["fp32"]
+    assert (costs.unit, costs.gathered) == pytest.approx((2e-3, 3e-9), rel=1e-3)
+    assert 0.0 < costs.watched < 1.0 / PROBES[1].model.n_layers
 
 
 LAYOUTS = {
@@ -106,6 +151,7 @@ LAYOUTS = {
     "tp2": {"tp": 2},
     "tp2 without sequence": {"tp": 2, "sequence_parallel": False},
     "cp2": {"cp": 2},
+    "ulysses": {"cp": 2, "cp_mode": "ulysses"},
     "pp2": {"pp": 2},
     "interleaved": {"pp": 2, "pp_schedule": "interleaved", "pp_virtual": 2},
     "zbv": {"pp": 2, "pp_schedule": "zbv"},
@@ -136,6 +182,19 @@ def test_ranks_share_memory_and_beyond_the_measured_number_the_cores():
     assert predicted(dp_replicate=2).memory_limit == pytest.approx(predicted().memory_limit / 2)
     two, four = predicted(dp_replicate=2), predicted(dp_replicate=4)
     assert four.parts["linear"] == pytest.approx(two.parts["linear"], rel=0.01)  # half the work at half the speed
+
+
+def test_a_layer_costs_its_own_norm_activation_and_positions():
+    def seconds(**changes):
+        model = ModelConfig.model_validate(MODEL.model_dump() | changes)
+        return predicted(model=model).parts["elementwise"]
+
+    each = CPU.measured[0].operations["fp32"]
+    assert (seconds(norm="layernorm") > seconds()) == (each["layernorm"].forward > each["rmsnorm"].forward)
+    assert seconds(positions="none") < seconds()
+    hidden = 8 * 8 * 256 * 704  # layers, micro-batches, tokens, width
+    more = sum(getattr(each["geglu"], half) - getattr(each["swiglu"], half) for half in ("forward", "backward"))
+    assert seconds(feed_forward="geglu") - seconds() == pytest.approx(hidden * more)
 
 
 def test_what_was_not_measured_is_said():

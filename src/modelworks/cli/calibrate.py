@@ -4,7 +4,8 @@
     path = write(calibration)             # where `hardware.this_machine()` finds it
 
 For each number of processes the trainer's own parts are timed in as many processes at once, with the threads that the
-trainer would give them (`train.rates`), and the planner finds what everything costs (`plan.calibrate`).
+trainer would give them (`train.rates`), and the planner finds what everything costs (`plan.calibrate`). All of it is
+done twice, one after the other, so that a figure's two measurements lie minutes apart.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from modelworks.hardware import (
+    FORM,
     THIS_MACHINE,
     Device,
     Link,
@@ -34,17 +36,21 @@ from modelworks.hardware import (
 
 if TYPE_CHECKING:
     from modelworks.hardware import Machine, MachineFacts
+    from modelworks.plan.calibrate import Probes
 
 MOST_RANKS = 8  # beyond it, ranks are taken to share the cores as eight do
+ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """device: this machine. errors: (ranks, precision) -> predicted / measured - 1 of the steps that costs were fitted
-    to. disturbed: others kept the cores busy, so that the rates are too low. seconds: that it took."""
+    """device: this machine. errors: (ranks, precision) -> predicted / measured - 1 of the steps that costs are fitted
+    to. spread: by how much a figure of one round differs from the other, typically, as a part of it. disturbed: others
+    kept the cores busy, so that the rates are too low. seconds: that it took."""
 
     device: Device
     errors: dict[tuple[int, str], list[float]]
+    spread: float
     disturbed: bool
     seconds: float
 
@@ -66,7 +72,7 @@ def calibrate(
     from modelworks.hardware import measure_machine
     from modelworks.parallel import launch
     from modelworks.plan.calibrate import fit_rates
-    from modelworks.train.rates import PROBES, probe_config
+    from modelworks.train.rates import difference_of_rounds, mean_of_rounds
 
     started = time.monotonic()
     found = facts(accelerator=True)
@@ -76,25 +82,43 @@ def calibrate(
         f"measuring this machine: {found.cpu}, {found.cores} cores; it takes a few minutes, and nothing else should run"
     )
     machine = measure_machine(device=kind, refresh=True)
-    probes = [probe_config(probe, "fp32") for probe in PROBES]
+    counts = list(ranks or _counts(found))
+    rounds: dict[int, list[dict[str, Any]]] = {count: [] for count in counts}
+    for number in range(1, ROUNDS + 1):
+        for count in counts:
+            who = f"{count} {'process' if count == 1 else 'processes at once'}"
+            tell(f"measuring {who}, {number} of {ROUNDS}")
+            with tempfile.TemporaryDirectory() as directory:
+                arguments = {"device": kind, "quiet": quiet, "effort": effort / ROUNDS}
+                target = "modelworks.cli.calibrate_rank:run_rank"
+                rounds[count].append(launch(target, count, arguments, directory=Path(directory), device=kind)[0])
     rates: list[Rates] = []
     errors: dict[tuple[int, str], list[float]] = {}
-    for count in ranks or _counts(found):
-        tell(f"measuring {count} {'process' if count == 1 else 'processes at once'}")
-        with tempfile.TemporaryDirectory() as directory:
-            arguments = {"device": kind, "quiet": quiet, "effort": effort}
-            target = "modelworks.cli.calibrate_rank:run_rank"
-            measured = launch(target, count, arguments, directory=Path(directory), device=kind)[0]
+    for count in counts:
         bandwidth = machine.memory_bandwidth / 1e9 / (1 if kind == "cuda" else count)
-        fit = fit_rates({**measured, "memory_bandwidth_gb_s": bandwidth}, probes)
+        measured = mean_of_rounds(rounds[count]) | {"memory_bandwidth_gb_s": bandwidth}
+        fit = fit_rates(measured, probes(count))
         rates.append(fit.rates)
         errors |= {(count, precision): list(each) for precision, each in fit.errors.items()}
     again = measure_machine(device=kind, quick=True, refresh=True)
     return Calibration(
         device=_device(found, machine, rates),
         errors=errors,
+        spread=max(difference_of_rounds(each) for each in rounds.values()),
         disturbed=machine.disturbed or again.disturbed,
         seconds=time.monotonic() - started,
+    )
+
+
+def probes(ranks: int) -> Probes:
+    """The runs whose steps so many ranks have timed, in the order of what they tell."""
+    from modelworks.plan.calibrate import Probes
+    from modelworks.train.step_rates import PROBES, SHARDED, WATCHED, probe_config
+
+    return Probes(
+        steps=[probe_config(probe, "fp32") for probe in PROBES],
+        watched=probe_config(WATCHED, "fp32"),
+        sharded=[probe_config(probe, "fp32", ranks=ranks) for probe in SHARDED],
     )
 
 
@@ -121,6 +145,7 @@ def describe(calibration: Calibration) -> list[str]:
         lines.append(
             f"steps timed on {count}, {precision}: refitted within {typical:.0%} (median), {_worst(errors):.0%}"
         )
+    lines.append(f"the two rounds differ by {calibration.spread:.0%} (median): no prediction can be closer than that")
     if calibration.disturbed:
         lines.append("warning: other programs kept the cores busy meanwhile; the rates are too low: calibrate again")
     return lines
@@ -135,7 +160,14 @@ def _counts(found: MachineFacts) -> list[int]:
 def _device(found: MachineFacts, machine: Machine, rates: list[Rates]) -> Device:
     at = datetime.now(UTC).isoformat(timespec="seconds")
     gpu = found.accelerator
-    on = MeasuredOn(cpu=found.cpu, cores=found.cores, torch=machine.torch, at=at, accelerator=gpu.name if gpu else None)
+    on = MeasuredOn(
+        form=FORM,
+        cpu=found.cpu,
+        cores=found.cores,
+        torch=machine.torch,
+        at=at,
+        accelerator=gpu.name if gpu else None,
+    )
     if gpu is None:
         return calibrated_device(found, rates, on, peaks=machine.gemm)
     import torch

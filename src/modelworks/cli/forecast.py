@@ -38,9 +38,10 @@ def _device(config: RunConfig, machine: Machine, n_hosts: int) -> tuple[Device, 
         most = here.measured[-1].ranks
         more = f"; {ranks} processes as if {most} shared the cores longer" if ranks > most else ""
         return here, f"from rates measured here on {here.measured_on.at[:10]}{more}"
+    _, _, stale = here.note.partition("(")
     return _as_fast(here, machine), (
         "from another machine's rates, as far as its matrix products tell them: right to a factor of two "
-        "(modelworks plan --calibrate measures this one)"
+        f"(modelworks plan --calibrate measures this one{'; ' if stale else ''}{stale.removesuffix(')')})"
     )
 
 

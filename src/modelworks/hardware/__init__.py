@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from modelworks.hardware.catalogue import (
+    FORM,
     AttentionKernel,
     Catalogue,
     Device,
@@ -26,7 +27,7 @@ from modelworks.hardware.choose import (
     peak_flops,
 )
 from modelworks.hardware.machine import Accelerator, MachineFacts, compiler, facts
-from modelworks.hardware.rates import Both, Costs, Rates, non_negative_fit
+from modelworks.hardware.rates import OPERATIONS, Both, Costs, Rates, non_negative_fit
 from modelworks.hardware.this_machine import (
     THIS_MACHINE,
     calibrated_device,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from modelworks.hardware.measure import Machine, fingerprint, gemm_rate, measure_machine
 
 __all__ = [
+    "FORM",
+    "OPERATIONS",
     "THIS_MACHINE",
     "Accelerator",
     "AttentionKernel",

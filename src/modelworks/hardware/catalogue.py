@@ -26,6 +26,7 @@ Dtype = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 AttentionKernel = Literal["triton", "flash", "fused"]
 Vendor = Literal["nvidia", "amd", "intel", "google", "amazon", "huawei", "cpu"]  # which software can run on it
 DIRECTORY_VARIABLE = "MODELWORKS_HARDWARE"
+FORM = 2  # of `measured`, as this version writes and reads it; a calibration of another form counts as none
 
 
 class Link(Entry):
@@ -39,8 +40,9 @@ class Link(Entry):
 
 
 class MeasuredOn(Entry):
-    """Which machine the rates of a device are from, and when (ISO 8601)."""
+    """Which machine the rates of a device are from, and when (ISO 8601). form: of the rates; see `FORM`."""
 
+    form: int = 1
     cpu: str
     cores: Annotated[int, Field(gt=0)]
     torch: str
@@ -52,7 +54,8 @@ class Device(Entry):
     """One accelerator, or one machine whose cores the ranks share (`measured`). Units are in the names: 10^9 bytes,
     10^12 bytes/s, 10^12 FLOP/s, dense.
 
-    measured: for several numbers of ranks, smallest first. measured_on: None where those rates are another machine's.
+    measured: for several numbers of ranks, smallest first; empty where they are of a form that is not read any more.
+    measured_on: None where those rates are another machine's.
     """
 
     name: str
@@ -82,6 +85,11 @@ class Device(Entry):
     def is_calibrated(self) -> bool:
         """Whether its rates were measured on it by `modelworks plan --calibrate`."""
         return bool(self.measured) and self.measured_on is not None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it was calibrated by a version whose rates are not read any more."""
+        return self.measured_on is not None and self.measured_on.form != FORM
 
     def peak(self, dtype: Dtype) -> float | None:
         """Dense peak in FLOP/s, or None where the catalogue has no figure."""
@@ -206,11 +214,19 @@ def _parse(text: str, where: str) -> Catalogue:
     for number, entry in enumerate(entries):
         label = entry.get("name", number) if isinstance(entry, dict) else number
         try:
-            parsed = Device.model_validate(entry)
+            parsed = Device.model_validate(_without_outdated(entry))
         except ValidationError as error:
             raise UserError(f"{where}: device {label}: {_explain(error)}") from error
         devices[parsed.name] = parsed
     return Catalogue(devices, content.get("sources") or {}, content.get("figures") or {})
+
+
+def _without_outdated(entry: Any) -> Any:
+    """A calibration of an older form, without its rates: who asks for them is told (`this_machine`)."""
+    on = entry.get("measured_on") if isinstance(entry, dict) else None
+    if not isinstance(on, dict) or on.get("form", 1) == FORM:
+        return entry
+    return {key: value for key, value in entry.items() if key != "measured"}
 
 
 def _explain(error: ValidationError) -> str:

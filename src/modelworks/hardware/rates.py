@@ -8,7 +8,8 @@ A product of (m, k) with (k, n) takes, with coefficients that are not negative a
 
     seconds = c + f m n k + r m n + i m k + w n k     (a call; multiplying; writing the result; reading both operands)
 
-and an exchange of S bytes  latency + S / bandwidth  (Hockney 1994). No torch here.
+and an exchange of S bytes  latency + S / bandwidth  (Hockney 1994), measured between computations, so that what ranks
+wait for each other is in it. No torch here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import combinations
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,24 @@ ExchangeRow = tuple[Count, Figure]
 MeasuredDtype = Literal["fp32", "bf16", "fp16"]
 MeasuredPrecision = Literal["fp32", "bf16", "bf16-autocast"]
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+AttentionRow = tuple[Count, Figure, Figure]  # (length, seconds a causal FLOP forward, backward)
+# (length, seconds a FLOP of a causal block forward, backward, of one that sees half as many keys, all of them)
+BlockRow = tuple[Count, Figure, Figure, Figure, Figure]
+Operation = Literal[
+    "rmsnorm",
+    "layernorm",
+    "residual",
+    "rotation",
+    "swiglu",
+    "geglu",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "joined",
+    "alone",
+    "accumulate",
+]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 class Entry(BaseModel):
@@ -46,13 +65,15 @@ class Both(Entry):
 
 
 class Costs(Entry):
-    """Seconds of what the trainer does besides products and attention, by what they are counted in.
+    """Seconds of what the trainer does besides products, attention and `Rates.operations`, by what they are counted in.
 
     layer: a layer and micro-batch, whatever its size: calls of operations. expert: the same for each expert of a rank.
     element: an element of an operation between products (`plan.compute` counts them). routed: an element of a row that
-    is carried to an expert. weight: a weight and micro-batch: packing, casting, summing its gradient. logit: a logit of
-    the loss, besides its products. token: a token and channel outside the layers: embedding, final norm.
-    update: an element of a parameter, once a step. step, micro_batch: each, whatever is in it.
+    is carried to an expert. weight: a weight and micro-batch. logit: a logit of the loss, besides its products; a
+    split_logit: the same beyond it where ranks share the vocabulary. token: a token and channel outside the layers:
+    embedding, final norm. update: an element of a parameter, once a step. step, micro_batch: each, whatever is in it.
+    watched: a layer and micro-batch under selective recomputation, beyond what runs again. unit, gathered: what ZeRO-3
+    gathers or reduces at once (a layer), and each element of it, beyond the exchange.
     """
 
     layer: Both
@@ -65,6 +86,10 @@ class Costs(Entry):
     update: Cost
     step: Cost
     micro_batch: Cost
+    split_logit: Cost = 0.0
+    watched: Cost = 0.0
+    unit: Cost = 0.0
+    gathered: Cost = 0.0
 
     def scaled(self, factor: float) -> Costs:
         """Everything that grows with the amount of work takes `factor` times as long; calls of operations do not."""
@@ -73,22 +98,28 @@ class Costs(Entry):
             for name in ("element", "routed", "weight", "token")
             if (each := getattr(self, name))
         }
-        return self.model_copy(update={**both, "logit": factor * self.logit, "update": factor * self.update})
+        single = {name: factor * getattr(self, name) for name in ("logit", "split_logit", "update", "gathered")}
+        return self.model_copy(update=both | single)
 
 
 class Rates(Entry):
     """Of each of `ranks` processes with `threads` threads.
 
     memory_bandwidth_gb_s: read and written bytes. products: [rows m, columns n, inner k, seconds forward, seconds of
-    the inputs' gradient, of the weights']. attention: [sequence length, seconds a causal FLOP forward, backward].
-    costs: by precision. exchanges: [bytes of the whole tensor, seconds] by kind, over the ranks.
+    the inputs' gradient, of the weights']. attention: `AttentionRow`s of whole rows; blocks: `BlockRow`s of a part of
+    a row, whose other keys travel round a ring. operations: by precision, seconds an element of what lies between
+    products (an element of the stream, of queries and keys, of the hidden width, of a weight) and of a gradient that is
+    added to another. costs: by precision, all that is left. exchanges: [bytes of the whole tensor, seconds] by kind,
+    over the ranks.
     """
 
     ranks: Count
     threads: Count
     memory_bandwidth_gb_s: Figure
     products: dict[MeasuredDtype, Annotated[list[ProductRow], Field(min_length=5)]]
-    attention: dict[MeasuredDtype, Annotated[list[tuple[Count, Figure, Figure]], Field(min_length=1)]]
+    attention: dict[MeasuredDtype, Annotated[list[AttentionRow], Field(min_length=1)]]
+    blocks: dict[MeasuredDtype, Annotated[list[BlockRow], Field(min_length=1)]] = {}
+    operations: dict[MeasuredPrecision, dict[Operation, Both]]
     costs: dict[MeasuredPrecision, Costs]
     exchanges: dict[ExchangeKind, Annotated[list[ExchangeRow], Field(min_length=2)]] = {}
 
@@ -112,12 +143,25 @@ class Rates(Entry):
             dtype: [(length, factor * forward, factor * backward) for length, forward, backward in rows]
             for dtype, rows in self.attention.items()
         }
+        blocks = {
+            dtype: [(length, *(factor * each for each in rates)) for length, *rates in rows]
+            for dtype, rows in self.blocks.items()
+        }
+        operations = {
+            precision: {
+                name: Both(forward=factor * each.forward, backward=factor * each.backward)
+                for name, each in by_name.items()
+            }
+            for precision, by_name in self.operations.items()
+        }
         return self.changed(
             ranks=ranks,
             threads=threads,
             memory_bandwidth_gb_s=self.memory_bandwidth_gb_s / factor,
             products=products,
             attention=attention,
+            blocks=blocks,
+            operations=operations,
             costs={name: costs.scaled(factor) for name, costs in self.costs.items()},
         )
 

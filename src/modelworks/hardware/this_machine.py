@@ -36,7 +36,12 @@ def device(name: str, path: Path | None = None) -> Device:
             f"{name} holds {len(found.devices)} devices ({names}), expected one; put the file into {user_directory()} "
             "and name the device"
         )
-    return next(iter(found.devices.values()))
+    only = next(iter(found.devices.values()))
+    if only.is_outdated:
+        raise UserError(
+            f"{name}: calibrated by an earlier version; modelworks plan --calibrate --out {name} does it anew"
+        )
+    return only
 
 
 def this_machine() -> Device:
@@ -46,7 +51,7 @@ def this_machine() -> Device:
     """
     found = facts()
     saved = catalogue().devices.get(THIS_MACHINE)
-    if saved is not None and _is_of(saved.measured_on, found):
+    if saved is not None and _is_of(saved.measured_on, found) and not saved.is_outdated:
         return saved
     return _assumed(found, stale=saved)
 
@@ -107,7 +112,10 @@ def _assumed(found: MachineFacts, stale: Device | None) -> Device:
     note = f"not calibrated: rates of {whole_catalogue.source(reference, 'measured')}"
     if stale is not None and stale.measured_on is not None:
         there = stale.measured_on
-        note += f" (the calibration that is there is of {there.cpu} with {there.cores} cores)"
+        what = f"is of {there.cpu} with {there.cores} cores"
+        if stale.is_outdated:
+            what = f"of {there.at[:10]} is an earlier version's: calibrate again"
+        note += f" (the calibration that is there {what})"
     whole = reference.measured[0]
     counts = [ranks for ranks in (1, 2, 4, 8, 16, 32, 64, 128, 256) if ranks <= found.cores]
     # a rank has cores / ranks threads where the reference had whole.threads

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from modelworks.models.initialization import initialize as initialize
     from modelworks.models.initialization import initialize_slice as initialize_slice
     from modelworks.models.layers.blockwise_attention import LONGEST_BLOCKWISE as LONGEST_BLOCKWISE
+    from modelworks.models.layers.feed_forward import ACTIVATIONS as ACTIVATIONS
+    from modelworks.models.layers.rotary import rotate as rotate
     from modelworks.models.operators import operator as operator
     from modelworks.models.recompute import activation_bytes as activation_bytes
     from modelworks.models.routing import Routing as Routing
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from modelworks.models.transformer import Transformer as Transformer
 
 _HOME = {
+    "ACTIVATIONS": "layers.feed_forward",
     "LONGEST_BLOCKWISE": "layers.blockwise_attention",
     "AttentionContext": "context",
     "CachedContext": "context",
@@ -65,6 +68,7 @@ _HOME = {
     "load_routing_state": "balancing",
     "name_map": "families",
     "operator": "operators",
+    "rotate": "layers.rotary",
     "routed_layers": "balancing",
     "routing_state": "balancing",
     "streamed_logits": "streamed",

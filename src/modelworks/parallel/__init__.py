@@ -12,6 +12,9 @@ from modelworks.lazy_names import lazily
 if TYPE_CHECKING:
     from modelworks.parallel.apply import SplitModel as SplitModel
     from modelworks.parallel.apply import split_model as split_model
+    from modelworks.parallel.attention_parts import merge_ as merge_
+    from modelworks.parallel.attention_parts import partial_attention as partial_attention
+    from modelworks.parallel.attention_parts import partial_attention_gradients as partial_attention_gradients
     from modelworks.parallel.child import Child as Child
     from modelworks.parallel.child import start_child as start_child
     from modelworks.parallel.collectives import Group as Group
@@ -76,6 +79,9 @@ _HOME = {
     "joined": "world",
     "launch": "launching",
     "kernel_kills": "failures",
+    "merge_": "attention_parts",
+    "partial_attention": "attention_parts",
+    "partial_attention_gradients": "attention_parts",
     "process_group": "watch",
     "reduce_totals_": "expert",
     "row_order": "context",

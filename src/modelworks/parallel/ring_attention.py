@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelworks.parallel.attention_parts import merge_, partial_attention, partial_attention_gradients, wide
 from modelworks.parallel.collectives import Group
-from modelworks.parallel.partial_attention import merge_, partial_attention, partial_attention_gradients, wide
 
 
 @dataclass(frozen=True)

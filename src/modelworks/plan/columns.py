@@ -24,6 +24,7 @@ Array = NDArray[np.float64]
 
 RECOMPUTE = {"none": 0.0, "selective": 1.0, "full": 2.0}
 OFFLOAD = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
+ACTIVATIONS = ("swiglu", "geglu", "gelu", "gelu_tanh", "relu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev")
 
 
@@ -49,6 +50,7 @@ class Shape(Columns):
     matrices: of a feed-forward, 3 where gated. n_sparse: layers whose feed-forward is a mixture of experts.
     norms: vectors of d_model that a norm holds, 2 with a bias. biases: their elements in an attention and a dense
     feed-forward. position_rows: of a learned position embedding. window: keys a query may see, inf for all.
+    activation: an index of `ACTIVATIONS`.
     """
 
     n_layers: Column
@@ -71,6 +73,7 @@ class Shape(Columns):
     dropout: Column = 0.0
     rotary: Column = 1.0
     qk_norm: Column = 0.0
+    activation: Column = 0.0
 
     @classmethod
     def of(cls, model: ModelConfig) -> Shape:
@@ -98,6 +101,7 @@ class Shape(Columns):
             dropout=float(model.dropout > 0),
             rotary=float(model.positions == "rope"),
             qk_norm=float(model.qk_norm),
+            activation=float(ACTIVATIONS.index(model.feed_forward)),
         )
 
     @property
@@ -146,6 +150,7 @@ class Split(Columns):
     even: 1 where stages hold equally many layers as long as that divides, 0 where they are balanced with the head.
     document_length: mean tokens that attend to each other, where documents are packed and masked; else seq_len.
     offload: of the optimiser's state, a value of `OFFLOAD`; of parameters (ZeRO-3's shards) and activations, 1 where.
+    ulysses: 1 where context parallelism gives ranks some of the heads, 0 for a ring.
     trains_weights: 0 where the large weights are frozen (low-rank adapters), so that their gradients are not computed.
     """
 
@@ -171,6 +176,7 @@ class Split(Columns):
     offload: Column = 0.0
     offload_params: Column = 0.0
     offload_activations: Column = 0.0
+    ulysses: Column = 0.0
 
     @classmethod
     def of(
@@ -197,6 +203,7 @@ class Split(Columns):
             offload=OFFLOAD[parallel.offload],
             offload_params=float(parallel.offload_params),
             offload_activations=float(parallel.offload_activations),
+            ulysses=float(parallel.cp_mode == "ulysses"),
         )
 
     @property

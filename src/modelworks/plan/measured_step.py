@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from modelworks.layout.loss_chunks import CHUNK_BYTES, LEAST_TOKENS
 from modelworks.plan.columns import Column, Split
 from modelworks.plan.compute import (
     Passes,
@@ -91,36 +92,41 @@ def measured_layer(work: Work, measured: Measured) -> LayerSeconds:
     attention = Passes(layer_attention(work, measured, 0), layer_attention(work, measured, 1), 0.0)
     between = Passes(measured.between(counts, "forward"), measured.between(counts, "backward"), 0.0)
     mode = split.recompute
-    again = np.where(split.seq_len <= LONGEST_BLOCKWISE, attention.forward, 0.0) + between.forward
+    attends_again = (split.seq_len <= LONGEST_BLOCKWISE) | (split.cp > 1.0)
+    again = np.where(attends_again, attention.forward, 0.0) + between.forward
     full = linear.forward + attention.forward + between.forward
     recompute = np.where(mode <= 1.0, mode * again, again + (mode - 1.0) * (full - again))
+    recompute = recompute + measured.slowdown * measured.costs.watched * np.where(mode <= 1.0, mode, 2.0 - mode)
     runs = 1.0 + np.minimum(mode, 1.0)  # forward exchanges are made again by both modes
 
     sums = 2.0 * tensor_pair(work, measured)
-    kv = 2.0 * split.tokens * np.maximum(shape.d_kv / split.tp, shape.head_dim) * numerics.compute
-    hops = split.cp - 1.0
-    hop, wide = (measured.exchange("send", split.cp, size) for size in (kv, kv * 4.0 / numerics.compute))
+    context, context_forward = _context(work, measured, runs)
     rows = split.tokens * shape.experts_per_token * shape.d_model / split.stream_split
     sparse = 1.0 - shape.dense_share
     routed = 2.0 * sparse * measured.exchange("all_to_all", split.ep, rows * numerics.stream)
-    gather, scatter = _gathers(work, measured)
+    counts_sent = sparse * measured.exchange("all_to_all", split.ep, 8.0 * shape.n_experts)
+    gather, scatter = _gathers(work, measured, layer_elements(shape, split))
     return LayerSeconds(
         linear=linear,
         attention=attention,
         between=between,
         recompute=recompute,
         tensor=sums * (1.0 + runs),
-        context=hops * (hop * (1.0 + runs) + wide),
-        experts=routed * (1.0 + runs),
+        context=context,
+        experts=routed * (1.0 + runs) + counts_sent * runs,
         gather=2.0 * gather + scatter,
-        forward=sums + hops * hop + routed + gather,
+        forward=sums + context_forward + routed + counts_sent + gather,
     )
 
 
 def measured_head(work: Work, measured: Measured) -> Passes:
     """Of the output projection, the loss, the embedding and the final norm, as passes of the last stage."""
-    around, loss = measured.outside(work.shape, work.split)
+    shape, split = work.shape, work.split
+    around, loss = measured.outside(shape, split)
     exchanged = 2.0 * tensor_pair(work, measured)  # after the embedding and before the head, and both on the way back
+    exchanged = exchanged + _softmax_exchanges(work, measured)
+    gather, scatter = _gathers(work, measured, (2.0 - shape.tied) * shape.vocab_size * shape.d_model / split.tp)
+    exchanged = exchanged + gather + scatter  # one unit, which stays gathered until its gradients are reduced
     return Passes(head_products(work, measured) + loss + around + exchanged, 0.0, 0.0)
 
 
@@ -154,10 +160,16 @@ def layer_products(work: Work, measured: Measured, half: int) -> Column:
 
 
 def layer_attention(work: Work, measured: Measured, backward: int) -> Column:
-    """Seconds of the attention of one layer and micro-batch."""
+    """Seconds of the attention of one layer and micro-batch: of whole rows, or of a rank's blocks of a ring."""
     shape, split = work.shape, work.split
-    flops = 4.0 * split.tokens * attended_keys(work) * shape.d_attention / split.tp
-    return measured.attention(split.seq_len, flops, backward)
+    pair = 4.0 * split.tokens * shape.d_attention / split.tp  # FLOPs if each query saw one key
+    whole = measured.attention(split.seq_len, pair * attended_keys(work), backward)
+    ring = (split.cp > 1.0) & (split.ulysses <= 0)
+    if not np.any(ring):
+        return whole
+    length = split.seq_len / split.cp
+    blocks = measured.ring(length, pair * (length + 1.0) / 2.0, pair * (split.cp - 1.0) * length / 2.0, backward)
+    return np.where(ring, blocks, whole)
 
 
 def head_products(work: Work, measured: Measured) -> Column:
@@ -167,16 +179,41 @@ def head_products(work: Work, measured: Measured) -> Column:
     return sum(measured.product(split.tokens, columns, shape.d_model, 1.0, half) for half in range(3))
 
 
-def _gathers(work: Work, measured: Measured) -> tuple[Column, Column]:
-    """Seconds of ZeRO-3's gather of a layer's parameters, and of the reduction of its gradients, a micro-batch."""
+def _context(work: Work, measured: Measured, runs: Column) -> tuple[Column, Column]:
+    """Seconds of context parallelism's exchanges of a layer and micro-batch, and of them in the forward pass, which is
+    made `runs` times."""
+    shape, split, numerics = work.shape, work.split, work.numerics
+    keys = split.tokens * np.maximum(shape.d_kv / split.tp, shape.head_dim)
+    hops = split.cp - 1.0
+    hop, wide = (measured.exchange("send", split.cp, 2.0 * keys * size) for size in (numerics.compute, 4.0))
+    queries = split.tokens * shape.d_attention / split.tp
+    turns = [(queries + 2.0 * keys) * numerics.compute, queries * numerics.compute]  # to some of the heads, and back
+    turned = sum(measured.exchange("all_to_all", split.cp, size) + 2.0 * measured.copy(size) for size in turns)
+    turned = np.where(split.cp > 1.0, turned, 0.0)
+    forward = np.where(split.ulysses > 0, turned, hops * hop)
+    return np.where(split.ulysses > 0, turned * (1.0 + runs), hops * (hop * (1.0 + runs) + wide)), forward
+
+
+def _softmax_exchanges(work: Work, measured: Measured) -> Column:
+    """Seconds of the loss's two sums over a vocabulary that ranks share: a number a token, and three."""
+    split = work.split
+    chunk = CHUNK_BYTES // (work.numerics.compute * np.ceil(work.shape.vocab_size / split.tp))
+    chunk = np.minimum(np.maximum(chunk, LEAST_TOKENS), split.tokens)
+    sums = (measured.exchange("all_reduce", split.tp, size * chunk) for size in (4.0, 12.0))
+    return np.ceil(split.tokens / chunk) * sum(sums)
+
+
+def _gathers(work: Work, measured: Measured, elements: Column) -> tuple[Column, Column]:
+    """Seconds of ZeRO-3's gather of so many parameters at once, and of the reduction of their gradients, a
+    micro-batch."""
     split, numerics = work.split, work.numerics
-    elements = layer_elements(work.shape, split)
     shards = np.where(split.zero >= 3.0, split.shards, 1.0)
     gathers = np.where(split.gather_every > 0, 1.0, 1.0 / split.n_micro_batches)
     reduces = np.where(split.reduce_every > 0, 1.0, 1.0 / split.n_micro_batches)
     gather = measured.exchange("all_gather", shards, elements * numerics.gathered)
     scatter = measured.exchange("reduce_scatter", shards, elements * numerics.reduced)
-    return gathers * gather, reduces * scatter
+    unit = np.where(shards > 1.0, measured.unit(elements), 0.0)
+    return gathers * (gather + unit), reduces * (scatter + unit)
 
 
 def _reductions(work: Work, measured: Measured, elements: Column, expert_elements: Column) -> Column:
