@@ -38,10 +38,11 @@ def _device(config: RunConfig, machine: Machine, n_hosts: int) -> tuple[Device, 
         most = here.measured[-1].ranks
         more = f"; {ranks} processes as if {most} shared the cores longer" if ranks > most else ""
         return here, f"from rates measured here on {here.measured_on.at[:10]}{more}"
-    _, _, stale = here.note.partition("(")
+    _, mark, stale = here.note.partition("the calibration that is there")
+    told = f"; {mark}{stale.removesuffix(')')}" if mark else ""
     return _as_fast(here, machine), (
         "from another machine's rates, as far as its matrix products tell them: right to a factor of two "
-        f"(modelworks plan --calibrate measures this one{'; ' if stale else ''}{stale.removesuffix(')')})"
+        f"(modelworks plan --calibrate measures this one{told})"
     )
 
 

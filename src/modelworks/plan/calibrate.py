@@ -132,36 +132,38 @@ def _fit_costs(bare: Rates, precision: str, probes: Sequence[RunConfig], times: 
 
 def _beside(rates: Rates, precision: str, measured: Mapping[str, Any], probes: Probes) -> dict[str, float]:
     """Costs that are the differences of two timed steps."""
+    work, known = _work(probes.watched, rates, precision)
     found = {}
     for without, watched in measured["watched"][precision]:
-        work, known = _work(probes.watched, rates, precision)
-        n, m = work.shape.n_layers, float(work.split.n_micro_batches)
         again = known.between(Counts.of(work.shape, work.split), "forward") + layer_attention(work, known, 0)
-        found["watched"] = max(0.0, (watched - without) / (n * m) - float(again))
+        passes = work.shape.n_layers * float(work.split.n_micro_batches)
+        found["watched"] = max(0.0, (watched - without) / passes - float(again))
     for tokens, columns, whole, split in measured["split_loss"][precision]:
-        work, known = _work(probes.watched, rates, precision)
         sums = sum(float(known.exchange("all_reduce", float(rates.ranks), size * tokens)) for size in (4.0, 12.0))
         found["split_logit"] = max(0.0, split - whole - sums) / (tokens * columns)
+    return found | _sharding(rates, precision, measured["sharded"][precision], probes.sharded)
+
+
+def _sharding(
+    rates: Rates, precision: str, times: Sequence[Sequence[float]], configs: Sequence[RunConfig]
+) -> dict[str, float]:
+    """What ZeRO-3 costs beyond its exchanges: a unit that is gathered or reduced, and each of its elements."""
     features, left, scale = [], [], []
-    for config, (whole, sharded) in zip(probes.sharded, measured["sharded"][precision], strict=False):
+    for config, (whole, sharded) in zip(configs, times, strict=False):  # without times where nothing is shared
         work, known = _work(config, rates, precision)
-        numerics, n = work.numerics, work.shape.n_layers
-        # a layer is gathered twice and reduced once, the ends once each
-        units = [(2.0 * n, n, float(layer_elements(work.shape, work.split)))]
-        units.append((1.0, 1.0, float(work.shape.vocab_size * work.shape.d_model)))
-        exchanged = sum(
-            gathers * float(known.exchange("all_gather", work.split.shards, elements * numerics.gathered))
-            + reduces * float(known.exchange("reduce_scatter", work.split.shards, elements * numerics.reduced))
-            for gathers, reduces, elements in units
-        )
-        calls = [gathers + reduces for gathers, reduces, _ in units]
-        features.append([sum(calls), sum(each * unit[2] for each, unit in zip(calls, units, strict=True))])
+        numerics, n, shards = work.numerics, work.shape.n_layers, work.split.shards
+        layer, ends = float(layer_elements(work.shape, work.split)), float(work.shape.vocab_size * work.shape.d_model)
+        exchanged = 0.0
+        for gathers, reduces, elements in ((2.0 * n, n, layer), (1.0, 1.0, ends)):  # the ends stay gathered
+            exchanged += gathers * float(known.exchange("all_gather", shards, elements * numerics.gathered))
+            exchanged += reduces * float(known.exchange("reduce_scatter", shards, elements * numerics.reduced))
+        features.append([3.0 * n + 2.0, 3.0 * n * layer + 2.0 * ends])
         left.append(sharded - whole - exchanged)
         scale.append(whole)
-    if features:
-        unit, gathered = non_negative_fit(np.array(features), np.array(left), np.array(scale))
-        found |= {"unit": float(unit), "gathered": float(gathered)}
-    return found
+    if not features:
+        return {}
+    unit, gathered = non_negative_fit(np.array(features), np.array(left), np.array(scale))
+    return {"unit": float(unit), "gathered": float(gathered)}
 
 
 def _work(config: RunConfig, rates: Rates, precision: str) -> tuple[Work, Measured]:
