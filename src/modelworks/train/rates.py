@@ -91,7 +91,9 @@ def mean_of_rounds(rounds: Sequence[Measured]) -> Measured:
 def difference_of_rounds(rounds: Sequence[Measured]) -> float:
     """By how much a figure differs between the rounds, typically: the median of (most - least) / mean."""
     figures = zip(*map(_figures, rounds), strict=True)
-    return statistics.median((max(each) - min(each)) / statistics.mean(each) for each in figures if max(each) > 0.0)
+    return float(
+        statistics.median((max(each) - min(each)) / statistics.mean(each) for each in figures if max(each) > 0.0)
+    )
 
 
 def _mean(values: Sequence[Any]) -> Any:
