@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelworks.parallel import partial_attention as parts
+from modelworks.parallel import attention_parts as parts
 from modelworks.parallel.attention_parts import merge_, partial_attention, partial_attention_gradients
 
 ROWS, QUERIES, KEYS, HEADS, GROUPS, HEAD_DIM = 2, 7, 11, 6, 2, 5
