@@ -15,6 +15,7 @@ from modelworks.config.batches import BatchSizes
 from modelworks.config.counts import parameter_shapes
 from modelworks.config.errors import Problem, nearest
 from modelworks.config.model import ModelConfig
+from modelworks.config.mup import mup_optimizer_problems
 from modelworks.config.optimizers import HABITS, SPECIFIC, users_of
 from modelworks.config.quantities import Duration
 
@@ -52,6 +53,8 @@ def cross_problems(sections: Sections) -> list[Problem]:
         problems += _schedule(train, sections.schedule, data)
     if model and sections.optimizer:
         problems += _patterns(model, sections.optimizer)
+        if model.mup_base_width is not None:
+            problems += mup_optimizer_problems(sections.optimizer)
     if train and sections.optimizer:
         problems += scaling_problems(train, sections.optimizer, sections.schedule)
     if sections.evaluate:
@@ -145,6 +148,9 @@ def _unused_in_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
         for key, owner in owners.items():
             if scaling.type != owner:
                 yield f"model.rope_scaling.{key}", f"only {owner} uses it, and the type is {scaling.type}"
+    if model.mup_base_width is None:
+        for key in ("mup_base_head_dim", "mup_base_kv_heads"):
+            yield f"model.{key}", "it describes the base of µP, and model.mup_base_width, its width, is not set"
     if not model.n_experts:
         for key in _KEYS_OF_EXPERTS:
             yield f"model.{key}", "model.n_experts is 0, so there are no experts"

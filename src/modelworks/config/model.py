@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from modelworks.config.errors import Problem, ProblemsError
+from modelworks.config.mup import mup_problems
 from modelworks.config.quantities import Flag, Real, Whole, parse_count
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
@@ -108,6 +109,11 @@ class ModelConfig(Frozen):
     attention_dropout: Probability = 0.0
     init_std: Annotated[Real, Field(gt=0.0)] = 0.02
 
+    # µP: d_model of the model that rates were found with, and what of its heads is not in proportion.
+    mup_base_width: Width | None = None
+    mup_base_head_dim: Width | None = None
+    mup_base_kv_heads: Width | None = None
+
     # Mixture of experts: 0 experts is a dense model.
     n_experts: Annotated[Whole, Field(ge=0, le=2**16)] = 0
     experts_per_token: Annotated[Whole, Field(gt=0, le=2**16)] = 2
@@ -202,6 +208,7 @@ def _contradictions(model: ModelConfig) -> Iterator[Problem]:
         if scaling.type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
             expected = f"a number below high_freq_factor ({scaling.high_freq_factor:g})"
             yield Problem("rope_scaling.low_freq_factor", scaling.low_freq_factor, expected)
+    yield from mup_problems(model)
     if model.n_experts:
         yield from _contradictions_of_experts(model)
 

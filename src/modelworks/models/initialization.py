@@ -2,7 +2,8 @@
 
 The rule (GPT-2, Radford et al. 2019): weights are normal with `init_std`; those whose output is added to the
 residual stream (`attention.o`, `feed_forward.down`) are scaled by 1/sqrt(2 n_layers), so that the stream's variance
-does not grow with depth; norm weights are 1, biases 0.
+does not grow with depth; norm weights are 1, biases 0. Under µP a model wider than its base has smaller ones
+(`modelworks.config.mup`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from modelworks.config import ModelConfig
+from modelworks.config.mup import growth
 from modelworks.layout import ShardSpec
 from modelworks.models.random import CHUNK, Key, normal
 
@@ -49,7 +51,7 @@ def initial_values(
         return torch.ones(size, dtype=dtype, device=device)
     if name.endswith(".bias"):
         return torch.zeros(size, dtype=dtype, device=device)
-    std = config.init_std
+    std = config.init_std * growth(config, name).init
     if name.endswith((".attention.o.weight", ".feed_forward.down.weight", ".feed_forward.experts.down.weight")):
         std /= math.sqrt(2 * config.n_layers)
     return (normal(Key.of(seed, "initialize", name), start, start + size, device=device) * std).to(dtype)

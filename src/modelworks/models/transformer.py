@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modelworks.config import ModelConfig
+from modelworks.config.mup import width_growth
 from modelworks.models.context import AttentionContext
 from modelworks.models.dropout import EMBEDDING_LAYER, dropout
 from modelworks.models.layers.attention import Attention, Rotation
@@ -55,6 +56,8 @@ class Transformer(nn.Module):
         self.config, self.part = config, part
         self.recompute: Recompute = "none"
         self.offload_activations = False
+        # Here and not in the head, which may be the embedding: whoever makes logits of hidden states gets it right.
+        self.output_multiplier = 1.0 / width_growth(config)
         tied_head = part.last and config.tie_embeddings
         self.embedding = Embedding(config.vocab_size, config.d_model) if part.first or tied_head else None
         learned = part.first and config.positions == "learned"
@@ -66,7 +69,7 @@ class Transformer(nn.Module):
         self.head = Linear(config.d_model, config.vocab_size, bias=False) if untied_head else None
 
     def forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Hidden states after the final norm, (rows, length, d_model).
+        """Hidden states after the final norm, (rows, length, d_model); under µP divided by the growth of the width.
 
         tokens, positions: int64 (rows, length); a position counts from the start of the token's own document.
         context: which tokens see which; see `modelworks.models.context`.
@@ -79,7 +82,10 @@ class Transformer(nn.Module):
         context.prepare(positions.shape[1], self.config.sliding_window, dtype, x.device)
         for block in self.blocks.values():
             x = run_block(block, self.recompute, self.offload_activations, x, rotation, context)
-        return x if self.final_norm is None else self.final_norm(x)
+        if self.final_norm is None:
+            return x
+        x = self.final_norm(x)
+        return x if self.output_multiplier == 1.0 else x * self.output_multiplier
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., d_model) -> (..., vocab_size), in the dtype of `hidden`."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from modelworks.optim.clip import clip_gradients as clip_gradients
     from modelworks.optim.conformance import NotConforming as NotConforming
     from modelworks.optim.conformance import check_optimizer as check_optimizer
+    from modelworks.optim.mup import MupGroup as MupGroup
+    from modelworks.optim.mup import mup_groups as mup_groups
     from modelworks.optim.optimizer import Optimizer as Optimizer
     from modelworks.optim.optimizer import build_optimizer as build_optimizer
     from modelworks.optim.sums import Split as Split
@@ -57,6 +59,7 @@ __all__ = [
     "Lion",
     "Lion8bit",
     "Muon",
+    "MupGroup",
     "NotConforming",
     "Optimizer",
     "ParameterOptions",
@@ -68,6 +71,7 @@ __all__ = [
     "build_schedule",
     "check_optimizer",
     "clip_gradients",
+    "mup_groups",
     "parameter_options",
 ]
 
@@ -75,6 +79,8 @@ _NEED_TORCH = {
     "Optimizer": "optimizer",
     "build_optimizer": "optimizer",
     "clip_gradients": "clip",
+    "MupGroup": "mup",
+    "mup_groups": "mup",
     "Reduce": "clip",
     "Split": "sums",
     **dict.fromkeys(["Adafactor", "Adam", "AdamW", "Lamb", "Lars", "Lion", "Sgd"], "torch_optimizers"),

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelworks.config import OptimizerConfig
+from modelworks.config import ModelConfig, OptimizerConfig
 from modelworks.layout import ShardSpec
 from modelworks.optim.eight_bit import state_dtype
 from modelworks.optim.groups import ParameterOptions, parameter_options
+from modelworks.optim.mup import scaled_options
 from modelworks.optim.pieces import Piece, Rule, Step
 from modelworks.optim.rules import build_rule
 from modelworks.optim.sums import Split, Sums
@@ -36,16 +37,18 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]],
     config: OptimizerConfig,
     *,
+    model: ModelConfig | None = None,
     split: Split | None = None,
     allocate: Allocate | None = None,
 ) -> Optimizer:
     """The optimiser that `config.name` names, over the parameters that require a gradient.
 
+    model: whose parameters they are, for the rates of µP; None for those of a model without a base.
     split: where `named_parameters` are those of one rank; None where they are the whole model.
     allocate: makes the state elsewhere (host memory, files); every parameter then has a master copy there too.
     Raises UserError for a pattern that matches no parameter of the model.
     """
-    return Optimizer(named_parameters, config, build_rule(config), split=split, allocate=allocate)
+    return Optimizer(named_parameters, config, build_rule(config), model=model, split=split, allocate=allocate)
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,14 @@ class Optimizer:
         config: OptimizerConfig,
         rule: Rule,
         *,
+        model: ModelConfig | None = None,
         split: Split | None = None,
         allocate: Allocate | None = None,
     ) -> None:
         parameters = {name: tensor for name, tensor in named_parameters if tensor.requires_grad}
-        options = parameter_options(split.shapes if split else parameters, config)
-        specs = split.specs if split else {n: ShardSpec.whole(n, tuple(t.shape)) for n, t in parameters.items()}
+        shapes = split.shapes if split else {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        options = scaled_options(parameter_options(shapes, config), shapes, config, model)
+        specs = split.specs if split else {name: ShardSpec.whole(name, shape) for name, shape in shapes.items()}
         self.config, self.rule = config, rule
         self._sums = Sums(split)
         self._slots = {

@@ -67,7 +67,7 @@ def newton_schulz(
     return result.to(matrix.dtype)
 
 
-def update_scale(shape: Sequence[int], kind: UpdateScale) -> float:
+def update_scale(shape: Sequence[float], kind: UpdateScale) -> float:
     """By what the orthogonal matrix is multiplied, besides the rate. shape: of the whole matrix, or a stack of them."""
     rows, columns = shape[-2:]
     if kind == "original":

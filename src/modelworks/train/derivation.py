@@ -35,6 +35,7 @@ from modelworks.layout import Layout
 from modelworks.optim import Schedule, build_schedule
 from modelworks.train.layout_decisions import layout_decisions
 from modelworks.train.memory import MemoryPrediction
+from modelworks.train.mup_decisions import mup_decisions
 from modelworks.train.precision import PRECISIONS, Precision
 from modelworks.train.rank_memory import predict_rank_memory, saved_bytes, staged_bytes, written_bytes
 from modelworks.train.step_counts import StepCounts, describe_ramp
@@ -166,7 +167,7 @@ def derive(
     for key, value, reason in layout_decisions(split, machine.facts, micro_batch, ranks_here):
         decide(key, value, reason)
 
-    for key, value, reason in _own_values(config.optimizer):
+    for key, value, reason in (*_own_values(config.optimizer), *mup_decisions(config)):
         decide(key, value, reason)
     if config.optimizer.lr_scaling != "none":
         rate = config.peak_rate

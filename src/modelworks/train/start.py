@@ -46,7 +46,9 @@ def build_state(
         if source.biases:  # a model that was trained without them starts with none
             set_expert_biases(model, {name: bias.load() for name, bias in source.biases.items()})
     allocate = state_allocator(config.parallel, mesh.device, scratch / f"rank-{mesh.rank}")
-    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split, allocate=allocate)
+    optimizer = build_optimizer(
+        model.stored.items(), config.optimizer, model=config.model, split=model.split, allocate=allocate
+    )
     watch = Watch(config, model, optimizer, warmup_steps=derived.warmup_steps)
     return TrainState(model, optimizer, scaler, watch=watch)
 

@@ -45,7 +45,7 @@ LOSS_SCALE = 1024.0  # of fp16: large enough to be noticed where it is not undon
 def run_whole(config: RunConfig, steps: int, precision: Precision) -> Observed:
     """One process, the global batch at once."""
     model = _whole_model(config, precision.parameter_dtype)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer, model=config.model)
     observed = Observed([], [], [], _copies(dict(model.named_parameters())), {})
     scale = LOSS_SCALE if precision.scales_loss else 1.0
     for step in range(steps):
@@ -85,7 +85,9 @@ def run_split(config: RunConfig, steps: int, precision: Precision, mesh: Mesh) -
     model.train()
     with tempfile.TemporaryDirectory(prefix="modelworks-offload-") as scratch:
         allocate = state_allocator(config.parallel, mesh.device, Path(scratch) / f"rank-{mesh.rank}")
-        optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split, allocate=allocate)
+        optimizer = build_optimizer(
+            model.stored.items(), config.optimizer, model=config.model, split=model.split, allocate=allocate
+        )
         return _observe_split(model, optimizer, config, steps, precision), model
 
 

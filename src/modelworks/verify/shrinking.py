@@ -1,7 +1,7 @@
 """A small run that is split exactly like the user's: what can fail in the layout stays, what only costs time goes.
 
 Kept: the layout and its schedule, ties, how query heads share key heads, which sizes do not divide, experts and which
-layers have them, windows shorter than the sequence, dropout, packing, precision, the optimiser and clipping. Made
+layers have them, windows shorter than the sequence, dropout, packing, precision, the optimiser and clipping, µP. Made
 small: widths, depth, vocabulary, sequence and batch, each to the least that still gives every rank, stage, expert and
 micro-batch something to do. Invariant: `check_layout` accepts the small run where it accepts the user's.
 """
@@ -85,6 +85,10 @@ def _model(config: RunConfig, length: int) -> ModelConfig:
     window = model.sliding_window
     if window is not None:
         changes["sliding_window"] = max(2, length // 3) if window < config.data.seq_len else length
+    if model.mup_base_width is not None:  # half as wide, in heads of half the size: every multiplier is used
+        changes |= {
+            "mup_base_width": changes["d_model"] // 2, "mup_base_head_dim": HEAD_DIM // 2, "mup_base_kv_heads": None,
+        }  # fmt: skip
     if model.n_experts:
         changes |= _experts(model, parallel)
     if model.dense_layers:

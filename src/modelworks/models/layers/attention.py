@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from modelworks.config import ModelConfig
+from modelworks.config.mup import query_multiplier
 from modelworks.models.context import AttentionContext
 from modelworks.models.layers.norms import RMSNorm
 from modelworks.models.layers.packed import Linear, packed_linear
@@ -30,6 +31,7 @@ class Attention(nn.Module):
         self.k = Linear(config.d_model, config.d_kv, config.attention_bias)
         self.v = Linear(config.d_model, config.d_kv, config.attention_bias)
         self.o = Linear(config.d_attention, config.d_model, config.attention_output_bias)
+        self.query_multiplier = query_multiplier(config)
         # One weight for all heads (Qwen3): keeps the logits of attention bounded.
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
@@ -44,6 +46,8 @@ class Attention(nn.Module):
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         if rotation is not None:
             q_BTHK, k_BTGK = rotate(q_BTHK, *rotation), rotate(k_BTGK, *rotation)
+        if self.query_multiplier != 1.0:
+            q_BTHK = q_BTHK * self.query_multiplier
         dropout = self.dropout if self.training else 0.0
         out_BTHK = context.attend(self.layer, q_BTHK, k_BTGK, v_BTGK, window=self.window, dropout=dropout)
         return self.o(out_BTHK.flatten(-2))  # type: ignore[no-any-return]

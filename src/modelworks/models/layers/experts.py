@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modelworks.config import ModelConfig
+from modelworks.config.mup import width_growth
 from modelworks.models.context import AttentionContext
 from modelworks.models.layers.deferred import DeferredWeights
 from modelworks.models.layers.feed_forward import ACTIVATIONS
@@ -81,12 +82,15 @@ class Router(nn.Module):
         self.n_chosen, self.normalize = config.experts_per_token, config.router_normalize
         self.auxiliary, self.z = config.router_aux_loss, config.router_z_loss
         self.capacity, self.bias_rate = config.expert_capacity, config.router_bias_rate
+        self.width_growth = width_growth(config)
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.d_model))
         self.bias = torch.zeros(config.n_experts, dtype=torch.float32, device="cpu") if config.router_bias else None
 
     def forward(self, x: Tensor, layer: int, routing: Routing | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """x (B, T, d) -> weights (N, k) of wide dtype, experts int64 (N, k), which are kept: bool (N, k) or None."""
         logits_BTE = _wide_product(x, self.weight)
+        if self.width_growth != 1.0:  # µP: a sum over the width that has few outputs, as the vocabulary's logits
+            logits_BTE = logits_BTE / self.width_growth
         if routing is not None and self.z:
             logits_BTE = _with_z_loss(logits_BTE, routing, self.z)
         probabilities_BTE = logits_BTE.softmax(-1)
