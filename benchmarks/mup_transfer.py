@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks._results import DIRECTORY, write_results
 from benchmarks.residual_depth import standard_library_bytes
-from modelworks.config import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from modelworks.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from modelworks.data import Batch
 from modelworks.models import CausalContext
 from modelworks.optim import build_optimizer, build_schedule
@@ -36,8 +36,8 @@ from modelworks.train.loss import vocabulary_loss
 BASE, WIDTHS = 64, (64, 128, 256, 512)
 SEEDS = {64: (0, 1, 2), 128: (0, 1), 256: (0, 1), 512: (0,)}
 MARGIN = {64: 2, 128: 2, 256: 2, 512: 1}  # rates on each side of the best that must be worse
-STEPS, WARMUP, ROWS, LENGTH = 150, 15, 12, 64
-FIRST = -7  # the first rate tried at width 64 is 2 to this power
+STEPS, WARMUP, ROWS, LENGTH = 120, 12, 8, 64
+FIRST = -8  # the first rate tried at width 64 is 2 to this power
 VALIDATION_ROWS = 256
 DIVERGED = 10.0  # nats a byte; uniform is 5.55
 NAME = "mup_transfer"
@@ -160,6 +160,7 @@ def run(width: int, mup: bool, exponent: int, seed: int, training: Tensor, valid
     config = RunConfig(
         seed=seed,
         model=model_config(width, mup=mup),
+        data=DataConfig(tokenizer="none", seq_len=LENGTH, packing="across"),  # bytes need no tokenizer
         optimizer=OptimizerConfig(lr=2.0**exponent),
         train=TrainConfig(global_batch=ROWS, micro_batch=ROWS, device="cpu", precision="fp32"),
     )
