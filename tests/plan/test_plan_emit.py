@@ -213,6 +213,14 @@ def test_what_no_file_can_say_is_refused_by_the_round_trip(tmp_path: Path) -> No
             emit(target, wanted, tmp_path / target, run=run)
 
 
+def test_the_parametrisation_is_refused_by_name(tmp_path: Path) -> None:
+    wanted = candidate(MODELS["llama"].model_copy(update={"mup_base_width": 32}))
+    with pytest.raises(UserError, match=r"model\.mup_base_width: .*use the target modelworks"):
+        emit("torchtitan", wanted, tmp_path / "files")
+    emit("modelworks", wanted, tmp_path / "own")
+    assert load_run_config(tmp_path / "own" / "config.yaml").model.mup_base_width == 32
+
+
 def test_our_own_config_loads_and_fits(tmp_path: Path) -> None:
     wanted = candidate(tp=2, pp=2, dp_shard=2, zero=1, recompute="full")
     emit("modelworks", wanted, tmp_path)

@@ -27,9 +27,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_of(model: str, parallel: dict[str, Any], **train: Any) -> RunConfig:
-    """The run that a user would verify, made small."""
-    shape = {"d_model": 512, "vocab_size": 1001, "max_seq_len": 512, "d_ff": 1024} | MODELS[model]
+def run_of(
+    model: str,
+    parallel: dict[str, Any],
+    *,
+    changes: dict[str, Any] | None = None,
+    optimizer: str = "adamw",
+    **train: Any,
+) -> RunConfig:
+    """The run that a user would verify, made small. changes: of the model."""
+    shape = {"d_model": 512, "vocab_size": 1001, "max_seq_len": 512, "d_ff": 1024} | MODELS[model] | (changes or {})
     shape.setdefault("head_dim", 64)
     return shrink(
         RunConfig.model_validate(
@@ -37,7 +44,7 @@ def run_of(model: str, parallel: dict[str, Any], **train: Any) -> RunConfig:
                 "model": shape,
                 "data": {"seq_len": 256, "tokenizer": "tokenizer.json"},
                 "train": {"global_batch": 64, "grad_clip": 0.5, **train},
-                "optimizer": {"lr": 1e-2},
+                "optimizer": {"name": optimizer, "lr": 1e-2},
                 "parallel": parallel,
             }
         )

@@ -28,6 +28,7 @@ from modelworks.checkpoint.errors import CheckpointError
 from modelworks.checkpoint.formats.hugging_face import export_hugging_face, open_hugging_face
 from modelworks.checkpoint.formats.safetensors_files import volume_bytes
 from modelworks.checkpoint.formats.source import ModelSource
+from modelworks.checkpoint.formats.without_mup import without_mup
 from modelworks.checkpoint.import_sources import open_source
 from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.loading import open_model
@@ -91,7 +92,7 @@ def convert(
     with _workplace(destination) as workplace:
         written = workplace / destination.name
         if to == "hf":
-            export_hugging_face(counted, written, max_shard_bytes=max_shard_bytes)
+            export_hugging_face(without_mup(counted), written, max_shard_bytes=max_shard_bytes)
         else:
             _write_own(counted, written, max_shard_bytes)
         difference = _check_logits(source, written, to)
@@ -142,7 +143,8 @@ def _write_own(source: ModelSource, path: Path, max_shard_bytes: int) -> None:
 def _check_logits(source: ModelSource, path: Path, to: Target) -> float:
     """The largest difference of a logit over a few tokens, in float32. Raises CheckpointError beyond the tolerance."""
     result = open_hugging_face(path) if to == "hf" else open_model(str(path))
-    old, new = dict(_plain(source.config)), dict(_plain(result.config))
+    expected = without_mup(source).config if to == "hf" else source.config
+    old, new = dict(_plain(expected)), dict(_plain(result.config))
     if old != new:
         changed = [f"{key} {value!r} -> {new[key]!r}" for key, value in old.items() if new[key] != value]
         raise CheckpointError(f"{source.origin}: the result would not be the same model: {', '.join(changed)}")

@@ -35,7 +35,7 @@ COMMANDS = {
     "plan": "Predict memory, time and cost of a run, and find its best layout.",
     "train": "Train a model from a run description.",
     "verify": "Prove that a layout computes what one process does.",
-    "tune": "Find the batch and the learning rate of a run.",
+    "tune": "Find the batch and the learning rate of a run; check µP.",
     "runs": "List, show and compare runs.",
     "generate": "Continue a prompt with a model.",
     "eval": "Measure a model on text or on question sets.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modelworks.cli.exit_codes import FAILED
+from modelworks.cli.html_option import check_writable
 from modelworks.cli.output import JsonFlag, Output
 from modelworks.cli.waiting import waiting
 from modelworks.config import UserError
@@ -195,17 +195,7 @@ def _check_outputs(html: Path | None, out: Path | None, emit: str | None, calibr
     if emit is not None and calibrate and out is not None:
         raise UserError("--out: is of --emit or of --calibrate; give them in two calls")
     if html is not None:
-        _check_writable(html)
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise UserError(f"--html: {path} is a directory, expected a file such as {path / 'plan.html'}")
-    if path.exists() and not path.is_file():
-        raise UserError(f"--html: {path} is no ordinary file, expected a file such as plan.html")
-    there = next(parent for parent in path.absolute().parents if parent.exists())
-    if not there.is_dir() or not os.access(path if path.exists() else there, os.W_OK):
-        raise UserError(f"--html: {path} cannot be written")
+        check_writable(html, "plan.html")
 
 
 def _write_page(path: Path, answer: dict[str, Any]) -> None:

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from modelworks.cli.tune_batch import batch
 from modelworks.cli.tune_lr import lr
+from modelworks.cli.tune_mup import coordinates
 
-commands = {"batch": batch, "lr": lr}
+commands = {"batch": batch, "coordinates": coordinates, "lr": lr}

@@ -82,10 +82,10 @@ class Transformer(nn.Module):
         context.prepare(positions.shape[1], self.config.sliding_window, dtype, x.device)
         for block in self.blocks.values():
             x = run_block(block, self.recompute, self.offload_activations, x, rotation, context)
-        if self.final_norm is None:
-            return x
-        x = self.final_norm(x)
-        return x if self.output_multiplier == 1.0 else x * self.output_multiplier
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+            x = x if self.output_multiplier == 1.0 else x * self.output_multiplier
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., d_model) -> (..., vocab_size), in the dtype of `hidden`."""

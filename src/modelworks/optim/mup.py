@@ -1,7 +1,7 @@
 """Rates of µP: by what each parameter's rate is multiplied so that one found at the base width serves a wider model.
 
 A map y = W x / d whose fan-out and fan-in grew by o and i (`modelworks.config.mup.Growth`) shall change by one update
-as much as at the base. With an update that fits the inputs, as gradients do, that takes for an optimiser whose update is
+as much as at the base. As updates fit the inputs that made them, that takes, where the update is
 
     the gradient's               sgd                                      o d^2 / i        Yang et al. 2022, table 8
     elementwise of size 1        adam, adamw, lion, 8 bits, adafactor     d / i            the same, Adam

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from modelworks.lazy_names import lazily
 
 if TYPE_CHECKING:
+    from modelworks.tune.coordinates import CoordinateCheck as CoordinateCheck
+    from modelworks.tune.coordinates import check_coordinates as check_coordinates
     from modelworks.tune.critical_batch import CriticalBatch as CriticalBatch
     from modelworks.tune.critical_batch import examples_factor as examples_factor
     from modelworks.tune.critical_batch import read_critical_batch as read_critical_batch
@@ -27,8 +29,10 @@ if TYPE_CHECKING:
     from modelworks.tune.store import TrialStore as TrialStore
     from modelworks.tune.trials import Outcome as Outcome
     from modelworks.tune.trials import Trial as Trial
+    from modelworks.tune.widths import at_width as at_width
 
 _HOME = {
+    "CoordinateCheck": "coordinates",
     "CriticalBatch": "critical_batch",
     "LocalRunner": "local",
     "Outcome": "trials",
@@ -39,6 +43,8 @@ _HOME = {
     "Trial": "trials",
     "TrialStore": "store",
     "TrialsFailed": "rate_finder",
+    "at_width": "widths",
+    "check_coordinates": "coordinates",
     "examples_factor": "critical_batch",
     "find_rate": "rate_finder",
     "prepare_trials": "setup",

@@ -7,7 +7,8 @@ test of the implementation. That a rate then transfers does not follow from it.
 
 What is asked of an activation: after the last step its size must not grow, and its change must neither grow nor vanish,
 each by more than `tolerance` in the exponent. A size may fall: that of the logits does, as a random head's sum of n
-products divided by n is about 1 / sqrt(n), until training has changed it.
+products divided by n is about 1 / sqrt(n), until training has changed it. So do scores (of attention where heads grow,
+and of routers), together with their change in the first steps, and of these only growth is a problem.
 
 All widths see the same tokens, in float32. Sizes are measured of the first batch, before the first update and after
 each, and are means over several initialisations (geometric ones: what differs between initialisations is a factor).
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from modelworks.config import ModelConfig, ParallelConfig, RunConfig, UserError
 from modelworks.data.batch import Batch
 from modelworks.models import CausalContext, DocumentContext, Transformer
+from modelworks.models.layers.experts import MixtureOfExperts, Router
 from modelworks.optim import build_optimizer
 from modelworks.parallel import single_process, split_model
 from modelworks.train import PRECISIONS, NonFiniteStep, apply_gradients, compute_gradients
@@ -87,8 +89,8 @@ def check_coordinates(
 ) -> CoordinateCheck:
     """Train one step for each of `batches` at each width, with the run's optimiser at its full rate.
 
-    seeds: initialisations of each width, from the run's seed on. progress: told each width that is done. Raises UserError for widths that the model does not have, and where
-    training breaks down.
+    seeds: initialisations of each width, from the run's seed on. progress: told each width that is done.
+    Raises UserError for widths that the model does not have, and where training breaks down.
     """
     if len(set(widths)) < 2:
         raise UserError(f"widths: got {', '.join(map(str, widths))}, expected at least two different ones")
@@ -123,7 +125,7 @@ def _trend(name: str, coordinates: Sequence[Coordinate], tolerance: float) -> Tr
         problems.append(f"its size grows as width^{size:.2f}")
     if not change <= tolerance:
         problems.append(f"its change grows as width^{change:.2f}")
-    elif change < -tolerance:
+    elif change < -tolerance and not name.endswith("scores"):
         problems.append(f"its change vanishes as width^{change:.2f}")
     return Trend(name, size, change, ", ".join(problems))
 
@@ -141,9 +143,7 @@ def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if all(value > 0 for value in values) else 0.0
 
 
-def _measure(
-    config: RunConfig, model_config: ModelConfig, batches: Sequence[Batch], seed: int
-) -> Iterator[Coordinate]:
+def _measure(config: RunConfig, model_config: ModelConfig, batches: Sequence[Batch], seed: int) -> Iterator[Coordinate]:
     """One initialisation at one width."""
     changes_of_config = {"model": model_config, "parallel": ParallelConfig(), "init_from": None, "seed": seed}
     config = config.model_copy(update=changes_of_config)
@@ -154,7 +154,8 @@ def _measure(
     (part,) = model.parts.values()
     batches = [batch.to(device) for batch in batches]
     start = _activations(part, batches[0], config)
-    sizes, changes = {name: [_size(x)] for name, x in start.items()}, {name: [] for name in start}
+    sizes = {name: [_size(x)] for name, x in start.items()}
+    changes: dict[str, list[float]] = {name: [] for name in start}
     for step, batch in enumerate(batches):
         model.train()
         try:
@@ -203,7 +204,17 @@ def _listening(model: Transformer, found: dict[str, Tensor]) -> Iterator[None]:
 
         return hook
 
+    def keep_scores(name: str, router: Router) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            found[name] = router.scores(inputs[0])
+
+        return hook
+
     handles = [module.register_forward_hook(keep(name)) for name, module in modules]
+    for layer, block in model.blocks.items():
+        if isinstance(block.feed_forward, MixtureOfExperts):
+            router = block.feed_forward.router
+            handles.append(router.register_forward_pre_hook(keep_scores(f"blocks.{layer}.router_scores", router)))
     try:
         yield
     finally:

@@ -88,9 +88,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, layer: int, routing: Routing | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """x (B, T, d) -> weights (N, k) of wide dtype, experts int64 (N, k), which are kept: bool (N, k) or None."""
-        logits_BTE = _wide_product(x, self.weight)
-        if self.width_growth != 1.0:  # µP: a sum over the width that has few outputs, as the vocabulary's logits
-            logits_BTE = logits_BTE / self.width_growth
+        logits_BTE = self.scores(x)
         if routing is not None and self.z:
             logits_BTE = _with_z_loss(logits_BTE, routing, self.z)
         probabilities_BTE = logits_BTE.softmax(-1)
@@ -108,6 +106,11 @@ class Router(nn.Module):
         if self.normalize:
             weights_BTk = weights_BTk / weights_BTk.sum(-1, keepdim=True)
         return weights_BTk.flatten(0, 1), choices_BTk.flatten(0, 1), kept
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Logits (B, T, E) of wide dtype. Under µP, as sums over the width, they are divided by its growth."""
+        logits_BTE = _wide_product(x, self.weight)
+        return logits_BTE if self.width_growth == 1.0 else logits_BTE / self.width_growth
 
     def _balanced(
         self, logits_BTE: Tensor, probabilities_BTE: Tensor, choices_BTk: Tensor, layer: int, routing: Routing

@@ -104,6 +104,10 @@ def _refusals(target: str, wanted: Wanted) -> list[str]:
         reasons.append("init_from: weights are not carried over; export them with `modelworks convert`")
     if wanted.config.train.batch_ramp is not None:
         reasons.append("train.batch_ramp: ramps are not written for other programs; set it to null, and add theirs")
+    if wanted["model.mup_base_width"] is not None:
+        reasons.append(
+            "model.mup_base_width: rates and initial values of µP are not written; use the target modelworks"
+        )
     rows = wanted["parallel.dp_replicate"] * wanted["parallel.dp_shard"] * wanted["train.micro_batch"]
     if wanted["train.global_batch"] % rows:
         reasons.append(

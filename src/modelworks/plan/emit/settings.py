@@ -48,6 +48,9 @@ OFF: dict[str, Any] = {
     "model.residual": True,
     "model.dropout": 0.0,
     "model.attention_dropout": 0.0,
+    "model.mup_base_width": None,
+    "model.mup_base_head_dim": None,
+    "model.mup_base_kv_heads": None,
     "model.n_experts": 0,
     "model.dense_layers": [],
     "model.expert_capacity": None,
@@ -167,6 +170,8 @@ def _idle_in_model(values: Mapping[str, Any]) -> list[str]:
     idle = []
     if values["model.positions"] != "rope":
         idle += ["rope_theta", "rope_scaling"]
+    if values["model.mup_base_width"] is None:
+        idle += ["mup_base_head_dim", "mup_base_kv_heads"]
     if not values["model.n_experts"]:
         idle += [*_OF_EXPERTS, *_OF_ROUTER]
     else:
