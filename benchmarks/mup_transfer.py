@@ -5,9 +5,9 @@
 
 The same small byte-level model is trained on the Python standard library's own source at widths 64 to 512, each at
 rates a factor of 2 apart, once with `mup_base_width: 64` and once without; nothing else differs, tokens and initial
-random numbers included. At width 64 both are the same model, trained once. A width starts at the rates round the best
-of width 64 and goes on, up or down, until the best it has seen has worse ones on both sides (`MARGIN` of them; fewer at
-the dearest width). Each trial is written when it is done, so the command can be stopped and called again.
+random numbers included. At width 64 both are the same model, trained once. A width starts at the best
+rate of the one before and goes on, up and down, until the best it has seen has worse ones on both sides (`MARGIN` of
+them; fewer at the dearest width). Each trial is written when it is done, so the command can be stopped and called again.
 """
 
 from __future__ import annotations
@@ -100,15 +100,16 @@ def measure(trials: list[Trial], seconds: float) -> None:
 
 def next_trials(trials: list[Trial]) -> Iterator[tuple[int, bool, int, int]]:
     """What is still to be tried, the first first: (width, mup, exponent, seed)."""
-    start = FIRST
+    starts = {True: FIRST, False: FIRST}
     for width in WIDTHS:
         for seed in SEEDS[width]:
             for mup in (True,) if width == BASE else (True, False):
                 done = {t.exponent: t.loss for t in trials if (t.width, t.mup, t.seed) == (width, mup, seed)}
-                missing = _missing(done, start, MARGIN[width])
+                missing = _missing(done, starts[mup], MARGIN[width])
                 yield from ((width, mup, exponent, seed) for exponent in missing)
-        if width == BASE and (best := _mean_best(trials, BASE, True)) is not None:
-            start = best
+        for mup in starts:
+            if (best := _mean_best(trials, width, mup or width == BASE)) is not None:
+                starts[mup] = best
 
 
 def _missing(done: dict[int, float], start: int, margin: int) -> list[int]:

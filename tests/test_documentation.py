@@ -139,6 +139,8 @@ def test_blocks_run(page: Path, corpus: Path, tmp_path: Path, tmp_path_factory: 
             assert words[0] == "modelworks", f"{where}: `{line}` is not a command that this test knows how to run"
             if words[1] == "train" and "--help" not in words:
                 words += tiny_overrides(corpus, cache)
+            if words[1:3] == ["tune", "coordinates"]:
+                words += tiny_overrides(corpus, cache)[1:6]  # its widths are those of the model
             if words[1:3] == ["data", "build"]:
                 words += tiny_overrides(corpus, cache)[:6]
             run(command_line, words, tmp_path, where)
