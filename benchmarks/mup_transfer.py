@@ -5,9 +5,9 @@
 
 The same small byte-level model is trained on the Python standard library's own source at widths 64 to 512, each at
 rates a factor of 2 apart, once with `mup_base_width: 64` and once without; nothing else differs, tokens and initial
-random numbers included. At width 64 both are the same model, trained once. A width starts at the best
-rate of the one before and goes on, up and down, until the best it has seen has worse ones on both sides (`MARGIN` of
-them; fewer at the dearest width). Each trial is written when it is done, so the command can be stopped and called again.
+random numbers included. At width 64 both are the same model, trained once. A width starts at the best rate of the one
+before and goes on, up and down, until the best it has seen has worse ones on both sides (`MARGIN` of them; fewer at the
+dearest width). Each trial is written when it is done, so the command can be stopped and called again.
 """
 
 from __future__ import annotations

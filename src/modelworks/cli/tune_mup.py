@@ -57,7 +57,13 @@ def coordinates(
     dataset = build_dataset(run.data, progress=not output.console.quiet)
     dataset.require_vocabulary(run.model.vocab_size)
     batch = rows or min(run.train.global_batch, ROWS)
-    run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch, "micro_batch": batch})})
+    rate = {"lr": run.peak_rate.lr, "lr_scaling": "none", "base_batch": None}  # of the run's own batch
+    run = run.model_copy(
+        update={
+            "optimizer": run.optimizer.model_copy(update=rate),
+            "train": run.train.model_copy(update={"global_batch": batch, "micro_batch": batch}),
+        }
+    )
     loader = TrainLoader(dataset, run.data, run.seed, batch)
     with Progress(console=output.console, transient=True) as progress:
         task = progress.add_task("training", total=sum(width**2 for width in chosen))
