@@ -211,7 +211,7 @@ def plot(trials: list[Trial]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharex=True, sharey=True)
     for axis, mup in zip(axes, (False, True), strict=True):
         for place, width in enumerate(WIDTHS):
             losses = curve(trials, width, mup)
@@ -222,10 +222,11 @@ def plot(trials: list[Trial]) -> None:
             axis.plot(rates, list(losses.values()), marker="o", markersize=3, color=colour, label=f"width {width}")
             best = min(losses, key=lambda exponent: losses[exponent])
             axis.plot([2.0**best], [losses[best]], marker="*", markersize=12, color=colour)
-        axis.set(xscale="log", xlabel="learning rate", title="µP, base width 64" if mup else "standard")
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="learning rate", title="µP, base width 64" if mup else "standard")
         axis.grid(alpha=0.3)
     lowest = min(trial.loss for trial in trials)
-    axes[0].set(ylabel="validation loss, nats a byte", ylim=(lowest - 0.05, lowest + 1.2))
+    axes[0].set(ylabel="validation loss, nats a byte", ylim=(lowest - 0.02, lowest + 0.34))
     axes[0].legend()
     figure.tight_layout()
     PLOT.parent.mkdir(parents=True, exist_ok=True)
