@@ -16,6 +16,7 @@ from modelworks.config.keys import key_paths
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 DERIVED = {"model.n_kv_heads", "model.head_dim", "model.d_ff", "model.d_expert"}
 NULL = {"model.rope_scaling", "model.sliding_window", "model.expert_capacity"}
+NULL |= {f"model.mup_base_{what}" for what in ("width", "head_dim", "kv_heads")}
 
 
 def row_starts() -> dict[str, str]:
