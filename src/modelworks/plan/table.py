@@ -38,7 +38,7 @@ from modelworks.plan.placements import Pipeline, Placements
 from modelworks.plan.spaces import Space, complexity, schedules_of, splits, with_schedules
 from modelworks.plan.step_time import step_and_costs
 
-MARGIN = 0.02  # by which closed forms of memory may differ from what is predicted in full
+MARGIN = 0.03  # by which closed forms of memory may differ from what is predicted in full: rows of padding
 MARGIN_MEASURED = 0.4  # the same on a machine that was measured, whose moments are followed one by one
 MARGIN_AT_LAST = 0.05  # where nothing was found
 MARGIN_OTHERS = 0.1  # by which another schedule may need less than 1F1B, by placing layers more evenly
@@ -88,7 +88,7 @@ class Table:
         return bool((self.memory <= self.limit * (1.0 + MARGIN_OTHERS + self.margin)).any())
 
     def bytes_of(self, space: Space) -> Array:
-        """Of each row's fullest rank, by closed form: rows of padding less than what is predicted in full."""
+        """Of each row's fullest rank, by closed form."""
         if not len(space):
             return np.zeros(0)
         ranks = self._placements.fullest(space)
