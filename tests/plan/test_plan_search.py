@@ -119,7 +119,7 @@ def test_long_steps_are_drawn_out_from_shorter_ones(schedule: str) -> None:
     costs = Costs(*(tuple(generator.uniform(0.9, 1.1, count).tolist()) for _ in range(3)), send=0.3)
     long = 3 * LONGEST + 31
     whole = simulated(schedule, costs, 3, long, virtual).makespan
-    assert seconds_of_step(schedule, costs, 3, long, virtual) == pytest.approx(whole, rel=1e-3)
+    assert seconds_of_step(schedule, costs, 3, long, virtual) == pytest.approx(whole, rel=2e-3)
     if schedule == "gpipe":
         assert seconds_of_step(schedule, costs, 3, long) == pytest.approx(whole, rel=1e-12)
     assert seconds_of_step(schedule, costs, 3, 2**20, virtual) < 2**20 / long * whole

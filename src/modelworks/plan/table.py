@@ -72,9 +72,12 @@ class Table:
     def __len__(self) -> int:
         return len(self.space)
 
-    def best(self, top: int) -> list[Found]:
-        """The best that fit, in order: the simplest of what ties with the fastest, then the same of other splits."""
-        found = self._found(top) or self._lowest()
+    def best(self, top: int, *, thorough: bool = True) -> list[Found]:
+        """The best that fit, in order: the simplest of what ties with the fastest, then the same of other splits.
+
+        thorough: whether every schedule that may be the best is simulated, however many a split has of them.
+        """
+        found = self._found(top, thorough) or self._lowest()
         if not found:
             return []
         fastest = min(each.prediction.step_seconds for each in found)
@@ -103,9 +106,9 @@ class Table:
         ).total
         return np.asarray(np.maximum.reduceat(np.broadcast_to(total, len(ranks.row)), ranks.first), dtype=np.float64)
 
-    def _found(self, top: int) -> list[Found]:
+    def _found(self, top: int, thorough: bool) -> list[Found]:
         """One for each split, predicted in full."""
-        rows = self._refined(top)
+        rows = self._refined(top, thorough)
         if rows is None:
             return []
         found: list[Found] = []
@@ -169,7 +172,7 @@ class Table:
             return one
         return replace(better, default_seconds=seconds)
 
-    def _refined(self, top: int) -> _Rows | None:
+    def _refined(self, top: int, thorough: bool) -> _Rows | None:
         """The rows that may be among the best, with simulated times; None where nothing may fit."""
         possible = self._possible(top)
         if not len(possible):
@@ -182,7 +185,7 @@ class Table:
             return None
         times = self._times(space, self._placements)
         self._add(Points(times.step, held, held <= self.limit))
-        return self._simulated(space, times, held <= self.limit * (1.0 - self.margin), top)
+        return self._simulated(space, times, held <= self.limit * (1.0 - self.margin), top, thorough)
 
     def _possible(self, top: int) -> Space:
         """Splits that may be among the best, with all their schedules: in a small space all of them."""
@@ -203,7 +206,7 @@ class Table:
             every = every.rows(possible)
         return with_schedules(self.job, self.limits, every)
 
-    def _simulated(self, space: Space, times: _Times, fits: NDArray[np.bool_], top: int) -> _Rows:
+    def _simulated(self, space: Space, times: _Times, fits: NDArray[np.bool_], top: int, thorough: bool) -> _Rows:
         """From the row that may be the fastest on, with the pipeline's part simulated, until no other row can be among
         the best. fits: of what surely does; what may miss the limit must keep no other from being tried."""
         groups, points = space.groups(), space.complexity()
@@ -220,7 +223,8 @@ class Table:
             if space.pp[row] > 1:
                 simplest = min((each for time, each in tied if time <= fastest * (1.0 + TIE)), default=np.inf)
                 wins = least <= fastest or (least <= fastest * (1.0 + TIE) and points[row] < simplest)
-                if not wins and (len(tried[group]) >= SCHEDULES_TRIED or least > best.get(group, np.inf)):
+                enough = len(tried[group]) >= SCHEDULES_TRIED
+                if (enough and not (wins and thorough)) or (not wins and least > best.get(group, np.inf)):
                     self._count("schedules of splits behind the best, not simulated", 1)
                     continue
                 key, makespan = self._pipeline(space, times, int(row))

@@ -1,7 +1,8 @@
 """Other numbers of devices: the fewest that hold the model, and those whose seconds cost least.
 
 Numbers tried are whole nodes, and what divides a node. What cannot even store its parameters, gradients and optimiser
-state when all of them are sharded over all devices is passed over: no layout stores less.
+state when all of them are sharded over all devices is passed over: no layout stores less. Of each split a few schedules
+are simulated, those that may be the fastest.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def fewest(job: Job, limits: Limits, constants: Constants, placements: Placement
         if "offload" not in limits.fixed and least / size > capacity:
             continue
         table = Table(job, limits, size, constants, placements)
-        if table.may_fit() and (best := table.best(1)):
+        if table.may_fit() and (best := table.best(1, thorough=False)):
             return best[0]
     return None
 
@@ -45,7 +46,7 @@ def cheapest(job: Job, limits: Limits, constants: Constants, placements: Placeme
     for least, table in sorted(((each.n_devices * each.least_seconds(), each) for each in tables), key=itemgetter(0)):
         if least >= min(each.device_seconds_per_token for each in found) * job.tokens:
             break  # no layout of this number, or of those that come after, can be cheaper
-        found += table.best(1)
+        found += table.best(1, thorough=False)
     least = min(each.device_seconds_per_token for each in found)
     tied = [each for each in found if each.device_seconds_per_token <= least * (1.0 + TIE)]
     return min(tied, key=lambda each: (each.candidate.n_devices, each.device_seconds_per_token))
