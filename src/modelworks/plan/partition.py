@@ -13,6 +13,7 @@ to the later ones, which keep fewer micro-batches, until it does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -108,11 +109,9 @@ def _spreads(
     first, has_loss = 0 in mine, last in mine
     possible = [
         spread
-        for number in range(sum(least), model.n_layers + 1)
-        for spread in _moved_back(_even(number, least, beside if has_loss else 0.0, late=late), least)
+        for even in _even(model.n_layers, least, beside if has_loss else 0.0, late=late)
+        for spread in _moved_back(even, least)
     ]
-    if not possible:
-        return {}
     micro_batches = int(work.split.n_micro_batches)
     if parallel.pp_schedule != "gpipe":
         micro_batches = shortened(parallel.pp_schedule, parallel.pp, micro_batches, FILLING)
@@ -136,16 +135,17 @@ def _spreads(
     return found
 
 
-def _even(number: int, least: list[int], beside: float, *, late: bool) -> Spread:
-    """So many layers over stages, each to the one that has least, and a late or early one among equals; the last has a
-    head."""
-    counts = list(least)
-    head = [0.0] * (len(least) - 1) + [beside]
-    for _ in range(number - sum(least)):
-        costs = [count + more for count, more in zip(counts, head, strict=True)]
-        places = range(len(counts) - 1, -1, -1) if late else range(len(counts))
-        counts[min(places, key=costs.__getitem__)] += 1
-    return tuple(counts)
+def _even(most: int, least: list[int], beside: float, *, late: bool) -> Iterator[Spread]:
+    """From the fewest layers that stages need up to `most`, each more on the stage that has least to do, a late or
+    early one among equals; the last has a head."""
+    counts, costs = list(least), [*least[:-1], least[-1] + beside]
+    places = range(len(counts) - 1, -1, -1) if late else range(len(counts))
+    yield tuple(counts)
+    for _ in range(most - sum(least)):
+        place = min(places, key=costs.__getitem__)
+        counts[place] += 1
+        costs[place] += 1
+        yield tuple(counts)
 
 
 def _moved_back(spread: Spread, least: list[int]) -> list[Spread]:
