@@ -1,24 +1,24 @@
 """Seconds of an update of 100M parameters, by optimiser, as ratios in one run; bytes of state beside them.
 
-    python -m benchmarks.optimizers [--parameters 100e6] [--threads 1 2] [--rounds 7] [--peers] [--out FILE]
+    python -m benchmarks.optimizers [--parameters 100e6] [--threads 1 2] [--rounds 7] [--peers] [--write]
 
 Tensors are those of a decoder of width 1024 (matrices larger than the cache, and norms), in float32. The contenders
 take turns, and of each the fastest round counts: what disturbs makes a round longer. `--peers` adds optimisers of
-`pytorch_optimizer` and `bitsandbytes` where they are installed; nothing else imports them.
+`pytorch_optimizer` and `bitsandbytes` where they are installed; nothing else imports them. Muon is left out unless it
+is asked for by `--only`: its time is that of matrix products. `--write` keeps figures in `results/optimizers.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from benchmarks._results import write_results
 from modelworks.config import OptimizerConfig
 from modelworks.config.optimizers import OptimizerName
 from modelworks.optim import build_optimizer
@@ -77,7 +77,7 @@ def peers() -> dict[str, Callable[[list[Any]], Any]]:
     try:
         import pytorch_optimizer as other
 
-        found |= {f"pytorch-optimizer {n}": getattr(other, n) for n in ("Lamb", "Lion", "LARS", "AdaFactor", "Muon")}
+        found |= {f"pytorch-optimizer {n}": getattr(other, n) for n in ("Lamb", "Lion", "LARS", "AdaFactor")}
     except ImportError:
         print("pytorch_optimizer is not installed")
     try:
@@ -96,7 +96,8 @@ def measure(arguments: argparse.Namespace, threads: int) -> list[dict[str, Any]]
     gradients = {name: torch.randn(shape, generator=generator) for name, shape in wanted.items()}
     elements = sum(gradient.numel() for gradient in gradients.values())
     makers = {"torch AdamW fused": others(lambda g: torch.optim.AdamW(g, fused=True), gradients)}
-    makers |= {name: ours(name, gradients) for name in arguments.only or get_args(OptimizerName)}
+    usual = [name for name in get_args(OptimizerName) if name != "muon"]
+    makers |= {name: ours(name, gradients) for name in arguments.only or usual}
     makers |= {name: others(make, gradients) for name, make in (peers() if arguments.peers else {}).items()}
     rows: list[dict[str, Any]] = []
     for name, build in makers.items():  # each beside AdamW, so that drift of the machine cancels
@@ -111,7 +112,7 @@ def measure(arguments: argparse.Namespace, threads: int) -> list[dict[str, Any]]
         except (RuntimeError, ValueError, TypeError) as error:
             print(f"{name}: does not run here: {error}")
             continue
-        best = [min(contender.seconds[1:]) for contender in pair]
+        best = [min(contender.seconds[1:]) for contender in pair]  # the first compiles and makes state
         against = best[0] / best[-1]
         row = {
             "optimizer": name, "threads": threads, "seconds": best[0], "against": pair[-1].name, "ratio": against,
@@ -133,11 +134,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", help="optimisers of ours, by name")
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     rows = [row for threads in arguments.threads for row in measure(arguments, threads)]
-    if arguments.out:
-        arguments.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    if arguments.write:
+        print(write_results("optimizers", {"parameters": arguments.parameters, "rows": rows}))
 
 
 if __name__ == "__main__":

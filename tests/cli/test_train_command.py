@@ -123,3 +123,30 @@ def test_mistakes_are_one_line_and_exit_code_2(
     errors = capsys.readouterr().err
     assert message in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("optimizer.name=lamp", ["optimizer.name", "got 'lamp'", "lamb"]),
+        ("optimizer.name=adamw_8bit", ["optimizer.name", "adamw8bit"]),
+        ("optimizer.lr=-1e-3", ["optimizer.lr: got -0.001", "at least 0"]),
+        ("optimizer.weight_decay=-0.1", ["optimizer.weight_decay: got -0.1", "at least 0"]),
+        ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas", "got 1.0", "below 1"]),
+        ("optimizer.no_decay=['*.bais']", ["optimizer.no_decay", "*.bais", "matches"]),
+        (
+            "optimizer.groups=[{pattern: 'block.*', lr_multiplier: 2}]",
+            ["optimizer.groups.0.pattern", "block.*", "matches"],
+        ),
+        ("optimizer.groups=[{pattern: 'blocks.*', lr_multiplier: -2}]", ["optimizer.groups.0.lr_multiplier", "got -2"]),
+        ("optimizer.trust_coefficient=0.1", ["optimizer.trust_coefficient", "adamw"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_mistakes_in_the_optimiser_are_one_line_and_exit_code_2(
+    command: str, setting: str, said: list[str], config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(config_file), setting]) == 2
+    [line] = [line for line in capsys.readouterr().err.strip().splitlines() if "optimizer." in line]
+    for part in said:
+        assert part in line

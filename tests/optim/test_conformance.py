@@ -14,6 +14,7 @@ from modelworks.config import OptimizerConfig
 from modelworks.optim import torch_optimizers as family
 from modelworks.optim.codec import dynamic_map
 from modelworks.optim.conformance import NotConforming, check_optimizer
+from modelworks.optim.sums import Sums
 
 Formula = Callable[..., Tensor]
 
@@ -154,9 +155,43 @@ class Drifts(torch.optim.SGD):
             parameter.data.add_(1e-3)
 
 
+class SaysNothingOfSparse(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self.param_groups[0]["params"]):
+            raise RuntimeError("layout 1 is not supported")
+        return super().step(closure)
+
+
+class SpoilsSparse(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense() * 0
+        return super().step(closure)
+
+
+class Entangled(torch.optim.SGD):
+    """Each tensor's step depends on how many others there are."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / len(self.param_groups[0]["params"])
+        return super().step(closure)
+
+
+class ForeachDiffers(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, foreach: bool = False) -> None:
+        super().__init__(params, lr=lr * (1.001 if foreach else 1.0), weight_decay=weight_decay)
+
+
 @pytest.mark.parametrize(
     ("cls", "reference", "said"),
     [
+        (SaysNothingOfSparse, torch.optim.AdamW, "refused a sparse gradient without saying so: layout 1 is not"),
+        (SpoilsSparse, torch.optim.AdamW, "a sparse gradient is not as the dense one that it stands for"),
+        (Entangled, torch.optim.SGD, "all tensors in one optimiser differ from one optimiser for each"),
+        (ForeachDiffers, torch.optim.SGD, "foreach=True differs from foreach=False"),
         (Forgets, torch.optim.AdamW, "resumes_from_its_state_dict: three steps after loading its own state_dict"),
         (OneRate, torch.optim.AdamW, "takes_options_by_group: a group with {'lr': 0.005"),
         (Explodes, torch.optim.SGD, "240 of 240 weights are not finite after gradients of about 1e+30"),
@@ -169,3 +204,15 @@ def test_what_is_wrong_is_said(cls: Any, reference: Any, said: str) -> None:
     with pytest.raises(NotConforming) as failed:
         check_optimizer(cls, reference=reference, settings=USUAL)
     assert said in str(failed.value)
+
+
+def test_norms_of_a_shard_instead_of_the_tensor_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sums, "total", lambda self, own, length: dict(own))
+    config = OptimizerConfig(name="lamb", betas=(0.9, 0.99), **USUAL)  # type: ignore[arg-type]
+    with pytest.raises(NotConforming) as failed:
+        check_optimizer(
+            family.Lamb, reference=written(lamb), settings={**USUAL, "betas": (0.9, 0.99)}, config=config
+        )  # fmt: skip
+    [line] = str(failed.value).splitlines()[1:]
+    assert "resumes_on_other_shards" in line
+    assert "differs: by " in line

@@ -6,12 +6,10 @@ barrier. In float64, so that only rounding may differ.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,6 +21,7 @@ from modelworks.config import ModelConfig, OptimizerConfig, ParallelConfig, para
 from modelworks.config.optimizers import HABITS
 from modelworks.layout import Layout, ShardSpec, plan_parameters
 from modelworks.optim import Split, build_optimizer, eight_bit
+from modelworks.optim.thread_ranks import ThreadRanks
 
 MODEL = ModelConfig(
     family="mixtral", n_layers=4, d_model=12, n_heads=6, n_kv_heads=2, head_dim=2, d_ff=10, vocab_size=18,
@@ -53,47 +52,16 @@ def config_of(name: str) -> OptimizerConfig:
     return OptimizerConfig(name=name, weight_decay=0.1, **more)  # type: ignore[arg-type]
 
 
-class Ranks:
-    """All ranks' slices by name, and what they sum at a barrier."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        parallel = ParallelConfig(**settings)
-        layout = Layout.of(parallel)
-        n_stages = 4 if parallel.pp_schedule == "zbv" else parallel.pp
-        stages = [list(range(4))[i * 4 // n_stages : (i + 1) * 4 // n_stages] for i in range(n_stages)]
-        self.size = layout.world_size
-        self.specs: list[dict[str, ShardSpec]] = [
-            {n: plan.stored for n, plan in plan_parameters(MODEL, layout, parallel, rank, stages).items()}
-            for rank in range(self.size)
-        ]
-        self._barrier, self._given = threading.Barrier(self.size), dict[int, Any]()
-
-    def run(self, job: Callable[[int, Split], Any]) -> list[Any]:
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(lambda rank: job(rank, self._split(rank)), range(self.size)))
-
-    def _split(self, rank: int) -> Split:
-        def all_given(value: Any) -> list[Any]:
-            self._given[rank] = value
-            self._barrier.wait(timeout=60)
-            given = [self._given[each] for each in range(self.size)]
-            self._barrier.wait(timeout=60)
-            return given
-
-        def reduce(value: Tensor, how: Literal["sum", "max"]) -> Tensor:
-            given = torch.stack(all_given(value))
-            return given.sum(0) if how == "sum" else given.amax(0)
-
-        def matrices(
-            slices: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], compute: Callable[[Tensor], Tensor]
-        ) -> dict[str, Tensor]:
-            wholes = {name: torch.zeros(spec.shape, dtype=torch.float64) for name, spec in specs.items()}
-            for each in all_given((slices, specs)):
-                for name in each[0].keys() & wholes.keys():
-                    wholes[name][each[1][name].slices] = each[0][name]
-            return {name: compute(whole)[specs[name].slices].contiguous() for name, whole in wholes.items()}
-
-        return Split(self.specs[rank], SHAPES, reduce, matrices)
+def held_by(settings: dict[str, Any]) -> list[dict[str, ShardSpec]]:
+    """What each rank of a layout holds."""
+    parallel = ParallelConfig(**settings)
+    layout = Layout.of(parallel)
+    n_stages = 4 if parallel.pp_schedule == "zbv" else parallel.pp
+    stages = [list(range(4))[i * 4 // n_stages : (i + 1) * 4 // n_stages] for i in range(n_stages)]
+    return [
+        {n: plan.stored for n, plan in plan_parameters(MODEL, layout, parallel, rank, stages).items()}
+        for rank in range(layout.world_size)
+    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,10 +92,10 @@ def alone() -> Callable[[str], Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_update_whole_and_sharded(layout: str, name: str, alone: Callable[[str], Any]) -> None:
     """Parameters, state of every shape, and what checkpoints say who writes."""
-    ranks, (expected, expected_state) = Ranks(LAYOUTS[layout]), alone(name)
+    held, (expected, expected_state) = held_by(LAYOUTS[layout]), alone(name)
 
     any_rank = build_optimizer([], config_of(name), split=Split({}, SHAPES))
-    specs = [held | any_rank.state_specs(held) for held in ranks.specs]
+    specs = [own | any_rank.state_specs(own) for own in held]
 
     def job(rank: int, split: Split) -> tuple[dict[str, Tensor], list[Any]]:
         own = {
@@ -141,13 +109,13 @@ def test_the_same_update_whole_and_sharded(layout: str, name: str, alone: Callab
         for full, tensor in state.items():
             assert tensor.shape == specs[rank][full].local_shape
             close(tensor, expected_state[full][specs[rank][full].slices])
-        return {n: t.detach() for n, t in own.items()}, Owners(specs.__getitem__, rank, ranks.size).shards(
+        return {n: t.detach() for n, t in own.items()}, Owners(specs.__getitem__, rank, len(held)).shards(
             "optimizer", state
         )
 
     written = {full: torch.zeros_like(tensor) for full, tensor in expected_state.items()}
-    for rank, (own, shards) in enumerate(ranks.run(job)):
-        for full, spec in ranks.specs[rank].items():
+    for rank, (own, shards) in enumerate(ThreadRanks(held, SHAPES).run(job)):
+        for full, spec in held[rank].items():
             close(own[full], expected[full][spec.slices])
         for shard in shards:
             written[shard.spec.name][shard.spec.slices] += shard.tensor

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from modelworks.config import OptimizerConfig, RunConfig, TrainConfig, UserError, parameter_shapes
+from modelworks.config import OptimizerConfig, RunConfig, TrainConfig, count_parameters, parameter_shapes
 from modelworks.config.named_models import preset
 from modelworks.config.optimizers import OptimizerName
 from modelworks.hardware import catalogue
 from modelworks.layout import ShardSpec, whole_tensors
 from modelworks.optim import Optimizer, Split, build_optimizer
 from modelworks.plan.optimizer_bytes import optimizer_bytes
+from modelworks.plan.optimizer_bytes import state_bytes as planner_bytes
 from modelworks.plan.run import candidate_of
 from modelworks.train.state_memory import state_bytes
 
 MODEL = preset("mixtral-tiny")
 SHAPES = parameter_shapes(MODEL)
-CASES: list[dict[str, Any]] = [{"name": name} for name in get_args(OptimizerName)] + [{"name": "sgd", "momentum": 0.0}]
+CASES: list[dict[str, Any]] = [{"name": name} for name in get_args(OptimizerName)] + [
+    {"name": "sgd", "momentum": 0.0},
+    {"name": "adafactor", "first_moment": 0.9},
+]
 
 
 def built(config: OptimizerConfig, specs: Mapping[str, ShardSpec], dtype: torch.dtype) -> Optimizer:
@@ -53,6 +58,16 @@ def test_the_planner_and_the_trainer_predict_what_is_kept(case: dict[str, Any]) 
             assert sum(found.values()) == kept + (masters if itemsize == 2 or offloaded else 0)
 
 
-def test_a_first_moment_that_the_planner_does_not_know_is_told() -> None:
-    with pytest.raises(UserError, match=r"optimizer\.first_moment: Adafactor with a first moment is not predicted"):
-        planned(OptimizerConfig(name="adafactor", first_moment=0.9))
+def test_the_table_in_the_documentation_is_what_is_allocated() -> None:
+    model = preset("llama-3-8b")
+    elements = count_parameters(model).total
+    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.count("|") == 5]
+    [start] = [index for index, row in enumerate(rows) if row[-1] == "bytes per parameter"]
+    told = {name: float(row[-1]) for row in rows[start + 2 :] for name in row[0].split(", ")}
+    assert told.keys() == set(get_args(OptimizerName))
+    for name, stated in told.items():
+        config = OptimizerConfig(name=name)  # type: ignore[arg-type]
+        allocated = sum(state_bytes(config, model, itemsize=4, offloaded=False).values())
+        assert round(allocated / elements, 3) == stated, name
+        assert planner_bytes(planned(config), model).mean * elements == pytest.approx(allocated)

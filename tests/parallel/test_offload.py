@@ -10,6 +10,7 @@ import torch
 from pool import WorkerPool
 
 from modelworks.config import OptimizerConfig, ParallelConfig, UserError
+from modelworks.config.optimizers import HABITS
 from modelworks.layout import Layout
 from modelworks.models import CausalContext, Transformer, initialize
 from modelworks.models.offload import activations_on_host
@@ -46,6 +47,31 @@ def test_updates_are_the_same_bits(kind: str, dtype: torch.dtype, tmp_path: Path
         assert torch.equal(found[name], tensor)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert optimizer.state_bytes() == 3 * (7 * 5 + 5) * wide.itemsize  # master and two averages of everything
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_every_optimiser_keeps_its_state_on_the_host(name: str, tmp_path: Path) -> None:
+    """Masters, and everything that the rule keeps, where it was allocated; the updates are the same bits."""
+    shapes = {"blocks.0.up.weight": (70, 64), "blocks.0.norm.weight": (64,), "embedding.weight": (70, 64)}
+    runs, allocated = [], dict[str, torch.Tensor]()
+
+    def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return allocated.setdefault(name, allocator("cpu", tmp_path)(name, shape, dtype))
+
+    for place in (None, allocate):
+        generator = torch.Generator().manual_seed(0)
+        values = {n: torch.randn(shape, generator=generator).requires_grad_() for n, shape in shapes.items()}
+        optimizer = build_optimizer(values.items(), OptimizerConfig(name=name), allocate=place)  # type: ignore[arg-type]
+        for _ in range(3):
+            optimizer.step({n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}, lr=1e-2)
+        runs.append((values, dict(optimizer.named_state())))
+    (values, state), (moved, held) = runs
+    assert held.keys() == state.keys() | {f"{n}/master" for n in shapes}
+    assert all(tensor.data_ptr() == allocated[n].data_ptr() for n, tensor in held.items())
+    for n in shapes:
+        assert torch.equal(moved[n], values[n])
+    for n, tensor in state.items():
+        assert torch.equal(held[n], tensor)
 
 
 def test_files_hold_the_state(tmp_path: Path) -> None:

@@ -128,11 +128,19 @@ def test_a_chain_of_layouts(runs: Runs, unbroken: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "pair"), [("sgd", ("zero3-dp4", "tp2-zero2")), ("adafactor", ("tp4", "pp3-uneven"))]
+    ("optimizer", "pair"),
+    [
+        ("sgd", ("zero3-dp4", "tp2-zero2")),
+        ("adafactor", ("tp4", "pp3-uneven")),
+        ("adamw8bit", ("zero3-hybrid", "tp2-pp2-dp2")),
+        ("muon", ("tp2-zero2", "pp2-zbv-zero1")),
+    ],
 )
 def test_state_of_other_optimisers(optimizer: str, pair: tuple[str, str], runs: Runs, unbroken: Any) -> None:
-    """Of rows and columns too, which are no slices of their parameter's shape."""
-    goes_on(runs, unbroken, list(pair), [f"optimizer.name={optimizer}"], steps=3)
+    """Of rows and columns too, which are no slices of their parameter's shape; and codes, whose scales are of blocks
+    that cuts go through (the model is then large enough to have some)."""
+    larger = ["model.d_model=64", "model.d_ff=70"] if "8bit" in optimizer else []
+    goes_on(runs, unbroken, list(pair), [*larger, f"optimizer.name={optimizer}"], steps=3)
 
 
 @settings(

@@ -31,6 +31,7 @@ from modelworks.plan.hyper import Hyper, propose
 from modelworks.plan.job import HEADROOM, Job, Limits
 from modelworks.plan.machine import Numerics
 from modelworks.plan.optimizer_bytes import check_optimizer_name
+from modelworks.plan.run import known_as
 
 if TYPE_CHECKING:
     from modelworks.config import RunConfig
@@ -295,7 +296,7 @@ def _hyper(asked: Asked, run: RunConfig) -> Hyper:
 
 def _optimizer(asked: Asked, run: RunConfig) -> str:
     return _known(
-        run.optimizer.name if asked.optimizer is None else asked.optimizer, "--optimizer", check_optimizer_name
+        known_as(run.optimizer) if asked.optimizer is None else asked.optimizer, "--optimizer", check_optimizer_name
     )
 
 

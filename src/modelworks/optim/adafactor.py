@@ -20,11 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from modelworks.layout import ShardSpec
+from modelworks.optim.compiled import STRETCH, array, kernels_for, run, sums_in_stretches
 from modelworks.optim.pieces import Piece, Step, batch_elements
 from modelworks.optim.sums import Sums
 
@@ -58,14 +61,14 @@ class Adafactor:
     def _first_sums(self, piece: Piece) -> Tensor:
         """Squares of all weights; then, where it is factored, of the gradient's rows and columns, each at their places
         in the whole tensor."""
-        weight: Tensor = torch.linalg.vector_norm(piece.value, dtype=torch.float64).square().view(1)
+        weight = _square_sum(piece)
         if not _factored(piece.spec):
             return weight
         parts = [weight]
-        for dimension in (-1, -2):
+        for dimension, squares in zip((-1, -2), _squares_of_rows_and_columns(piece), strict=True):
             held = _without(piece.spec, dimension)
             whole = weight.new_zeros(held.shape)
-            whole[held.slices] = torch.linalg.vector_norm(piece.gradient, dim=dimension).double().square()
+            whole[held.slices] = squares.view(held.local_shape)
             parts.append(whole.flatten())
         return torch.cat(parts)
 
@@ -90,10 +93,7 @@ class Adafactor:
             return squares.view(1)
         sums = torch.zeros(2, *piece.spec.shape[:-2], dtype=torch.float64, device=piece.value.device).view(2, -1)
         stacked = _stack_index(piece.spec, sums.device)
-        for block in _blocks(piece):
-            update = block.gradient * block.rows.rsqrt() * block.columns.rsqrt()
-            squares = torch.linalg.vector_norm(update, dim=(-1, -2), dtype=torch.float64).square()
-            sums[0].index_add_(0, stacked[block.stack], squares)
+        sums[0].index_add_(0, stacked, _squares_of_updates(piece))
         if piece.spec.bounds[-1][0] == 0:  # of the ranks with these rows, the one with the first columns
             sums[1, stacked] = piece.state[ROWS].double().sum(-1).view(-1)
         return sums.flatten()
@@ -117,31 +117,55 @@ class Adafactor:
             update = piece.gradient * state[WHOLE].rsqrt()
             _change(piece.value, update, decay, size / clip, self.first_moment, state.get("exp_avg"))
             return
-        for block in _blocks(piece):
+        if kernels := kernels_for(piece.value):
+            run(self._jobs(kernels, piece, own, decay, size / clip))
+            return
+        for block in _blocks(piece, batch_elements(piece.value)):
             update = (block.gradient * (own[block.stack] * block.rows.rsqrt())).mul_(block.columns.rsqrt())
             _change(block.value, update, decay, size / clip, self.first_moment, block.moment)
+
+    def _jobs(self, kernels: ModuleType, piece: Piece, own: Tensor, decay: float, size: float) -> list[tuple[Any, ...]]:
+        """The update of a factored tensor by a compiled kernel. own: a factor for each matrix."""
+        jobs: list[tuple[Any, ...]] = []
+        for block in _blocks(piece, STRETCH):
+            arrays = [array(block.value), array(block.gradient)]
+            scales = [array(own[block.stack] * block.rows.rsqrt()), array(block.columns.rsqrt())]
+            numbers = [arrays[0].dtype.type(number) for number in (decay, size)]
+            if block.moment is None or self.first_moment is None:
+                jobs.append((kernels.factored_apply, *arrays, *scales, *block.matrix, *numbers))
+            else:
+                numbers.append(arrays[0].dtype.type(1.0 - self.first_moment))
+                arrays.append(array(block.moment))
+                jobs.append((kernels.factored_apply_moment, *arrays, *scales, *block.matrix, *numbers))
+        return jobs
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Some rows of one matrix, or some matrices: (matrices, rows, columns). stack: which of those that are here."""
+    """Some rows of one matrix, or some matrices: (matrices, rows, columns). stack, part: which of those that are here,
+    and which of their rows."""
 
     stack: slice
+    part: tuple[slice, slice]
     value: Tensor
     gradient: Tensor
     rows: Tensor
     columns: Tensor
     moment: Tensor | None
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows of each matrix that are in the block, and columns."""
+        return self.gradient.shape[1], self.gradient.shape[2]
 
-def _blocks(piece: Piece) -> Iterator[_Block]:
-    """All of a factored tensor's slice, in parts that fit the cache."""
+
+def _blocks(piece: Piece, limit: int) -> Iterator[_Block]:
+    """All of a factored tensor's slice, in parts of about `limit` elements."""
     *_, n_rows, n_columns = piece.value.shape
     shape = (-1, n_rows, n_columns)
     value, gradient = piece.value.view(shape), piece.gradient.reshape(shape)
     rows, columns = piece.state[ROWS].view(-1, n_rows, 1), piece.state[COLUMNS].view(-1, 1, n_columns)
     moment = piece.state["exp_avg"].view(shape) if "exp_avg" in piece.state else None
-    limit = batch_elements(value)
     matrices = max(1, limit // (n_rows * n_columns))
     length = n_rows if matrices > 1 else max(1, limit // n_columns)
     for begin in range(0, value.shape[0], matrices):
@@ -149,7 +173,61 @@ def _blocks(piece: Piece) -> Iterator[_Block]:
         for row in range(0, n_rows, length):
             part = (stack, slice(row, row + length))
             own = moment[part] if moment is not None else None
-            yield _Block(stack, value[part], gradient[part], rows[part], columns[stack], own)
+            yield _Block(stack, part, value[part], gradient[part], rows[part], columns[stack], own)
+
+
+def _square_sum(piece: Piece) -> Tensor:
+    """Of the weights, (1,), float64."""
+    if kernels := kernels_for(piece.value):
+        [[total]] = sums_in_stretches(kernels.square_sums, [piece], ("value",), 1, [()])
+        return torch.tensor([total], dtype=torch.float64)
+    squares: Tensor = torch.linalg.vector_norm(piece.value, dtype=torch.float64).square().view(1)
+    return squares
+
+
+def _squares_of_rows_and_columns(piece: Piece) -> tuple[Tensor, Tensor]:
+    """Sums of the gradient's squares, float64, for each matrix: (matrices, rows) and (matrices, columns)."""
+    kernels = kernels_for(piece.value)
+    *_, n_rows, n_columns = piece.value.shape
+    if not kernels:
+        gradient = piece.gradient.reshape(-1, n_rows, n_columns)
+        rows, columns = (torch.linalg.vector_norm(gradient, dim=each).double().square() for each in (-1, -2))
+        return rows, columns
+    blocks = list(_blocks(piece, STRETCH))
+    rows = torch.zeros(piece.value.numel() // (n_rows * n_columns), n_rows, dtype=torch.float64)
+    columns = rows.new_zeros(rows.shape[0], n_columns)
+    partial = [torch.zeros_like(columns[block.stack]) for block in blocks]
+    run(
+        [
+            (kernels.row_column_squares, array(block.gradient), array(rows[block.part]), array(part), *block.matrix)
+            for block, part in zip(blocks, partial, strict=True)
+        ]
+    )
+    for block, part in zip(blocks, partial, strict=True):  # in order, whichever thread was first
+        columns[block.stack] += part
+    return rows, columns
+
+
+def _squares_of_updates(piece: Piece) -> Tensor:
+    """Of each matrix of a factored tensor that has a part here, the squares of g / sqrt(R C): float64."""
+    kernels = kernels_for(piece.value)
+    found = torch.zeros(math.prod(piece.value.shape[:-2]), dtype=torch.float64, device=piece.value.device)
+    blocks = list(_blocks(piece, STRETCH if kernels else batch_elements(piece.value)))
+    partial = [torch.zeros_like(found[block.stack]) for block in blocks]
+    if kernels:
+        run(
+            [
+                (kernels.factored_squares, array(block.gradient), array(block.rows.rsqrt()),
+                 array(block.columns.rsqrt()), array(part), *block.matrix)
+                for block, part in zip(blocks, partial, strict=True)
+            ]
+        )  # fmt: skip
+    for block, part in zip(blocks, partial, strict=True):
+        if not kernels:
+            update = block.gradient * block.rows.rsqrt() * block.columns.rsqrt()
+            part += torch.linalg.vector_norm(update, dim=(-1, -2), dtype=torch.float64).square()
+        found[block.stack] += part
+    return found
 
 
 def _change(

@@ -21,6 +21,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from modelworks.layout import ShardSpec
+from modelworks.optim.groups import ParameterOptions
 from modelworks.optim.pieces import Piece, Step, alike
 from modelworks.optim.sums import Sums
 
@@ -50,6 +51,13 @@ class Adam:
                 weight_decay=group[0].options.weight_decay,
                 decoupled=self.decoupled,
             )
+
+    def in_tiles(self, step: Step, options: ParameterOptions) -> tuple[str, tuple[float, ...]]:
+        """The kernel for moments in 8 bits, and its scalars."""
+        (beta1, beta2), lr, decay = self.betas, step.lr * options.lr_multiplier, options.weight_decay
+        scales = 1.0 / (1.0 - beta1**step.number), (1.0 - beta2**step.number) ** -0.5
+        decays = (1.0 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
+        return "adam_tiles", (1.0 - beta1, 1.0 - beta2, beta2, *scales, self.eps, lr, *decays)
 
 
 def adam_step(

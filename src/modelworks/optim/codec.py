@@ -44,7 +44,7 @@ def dynamic_map(signed: bool) -> Tensor:
 
 def nearest_codes(values: Tensor, signed: bool) -> Tensor:
     """The code of the nearest of the 256 values for each element, uint8. values: float32, not above 1 in magnitude."""
-    tables = _tables(signed, values.device)
+    tables = code_tables(signed, values.device)
     # A float's upper 16 bits leave two codes at most, one comparison decides between them: `bucketize` takes 15 times
     # as long. Adding 2^15 makes an index of what is a signed number.
     index = values.contiguous().view(-1).view(torch.int32).bitwise_right_shift(16).add_(1 << 15)
@@ -91,6 +91,14 @@ class Blocks:
         edges = zip(self.spec.bounds[-2:], self.spec.shape[-2:], sides, strict=True)
         return self.spec.n_local > 0 and any(a % side or (b % side and b != size) for (a, b), size, side in edges)
 
+    @property
+    def geometry(self) -> tuple[int, int, int, int, int, int, int, int, int]:
+        """Of the shard seen as (stacked, rows, columns): these; a tile's height and width; how much of the first tile
+        lies above and to the left, elsewhere; rows and columns of tiles."""
+        above = self._first_row % self._height
+        size = (self._stacked, self._rows, self._columns)
+        return (*size, self._height, self._width, above, self._left, self._tile_rows, self._tile_columns)
+
     def view(self, tensor: Tensor) -> Tensor:
         """A tensor of the shard's shape as (stacked, rows, columns), to be indexed by `Piece.index`."""
         return tensor.view(self._stacked, self._rows, self._columns)
@@ -116,7 +124,7 @@ class Blocks:
     def decode(self, piece: Piece, codes: Tensor, scales: Tensor, *, signed: bool, dtype: torch.dtype) -> Tensor:
         """The values of a piece, (stacked, rows, columns), of `dtype`; computed in float32."""
         part = self.view(codes)[piece.index]
-        values = torch.index_select(_tables(signed, codes.device).values, 0, part.reshape(-1).int())
+        values = torch.index_select(code_tables(signed, codes.device).values, 0, part.reshape(-1).int())
         padded, (top, _) = self._padded(values.view(part.shape), piece)
         tiled = self._tiled(padded, piece)
         if padded.data_ptr() == values.data_ptr():
@@ -273,7 +281,7 @@ def _mark_incomplete(mark: Tensor, spec: ShardSpec, tiles: ShardSpec) -> None:
 
 
 @dataclass(frozen=True)
-class _Tables:
+class CodeTables:
     """values: the 256. limits: above which the next code is nearer; infinity after the last. lower: by a float's upper
     16 bits (plus 2^15), the code of the least float with these bits."""
 
@@ -283,11 +291,11 @@ class _Tables:
 
 
 @cache
-def _tables(signed: bool, device: torch.device) -> _Tables:
+def code_tables(signed: bool, device: torch.device) -> CodeTables:
     values = dynamic_map(signed)
     limits = torch.cat([((values[:-1].double() + values[1:].double()) / 2).float(), torch.tensor([math.inf])])
     upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
     # Of a negative float the bits below make the magnitude larger: the least has them all set.
     least = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32).nan_to_num(nan=0.0)
     lower = torch.bucketize(least, limits[:-1]).to(torch.uint8)
-    return _Tables(values.to(device), limits.to(device), lower.to(device))
+    return CodeTables(values.to(device), limits.to(device), lower.to(device))

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import inspect
 import io
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from modelworks.config import OptimizerConfig
 from modelworks.layout import ShardSpec
 from modelworks.optim.optimizer import Optimizer, build_optimizer
 from modelworks.optim.sums import Split
+from modelworks.optim.thread_ranks import ThreadRanks
 
 # Matrices both ways, one large enough for 8-bit state, a vector.
 SHAPES = ((24, 10), (10, 24), (64, 80), (7,))
@@ -241,9 +240,10 @@ def _resumes_on_other_shards(case: _Case) -> None:
         _same_state(part, optimizer, specs)
         return own
 
-    for rank, own in enumerate(_Ranks(shapes, 3).run(resume)):
+    held = [{name: _cut(name, shape, rank, 3) for name, shape in shapes.items()} for rank in range(3)]
+    for rank, own in enumerate(ThreadRanks(held, shapes).run(resume)):
         for name, tensor in own.items():
-            expected = whole[name].detach()[_cut(name, shapes[name], rank, 3).slices]
+            expected = whole[name].detach()[held[rank][name].slices]
             _same([tensor], [expected], f"{name} on rank {rank} of 3, resumed from one process, differs", 1e-12)
 
 
@@ -251,50 +251,6 @@ def _same_state(part: Optimizer, whole: Optimizer, specs: Mapping[str, ShardSpec
     expected = dict(whole.named_state())
     for name, tensor in part.named_state():
         _same([tensor], [expected[name][specs[name].slices]], f"state {name}, resumed on shards, differs", 1e-12)
-
-
-class _Ranks:
-    """Ranks as threads, whose sums meet at a barrier."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], size: int) -> None:
-        self._shapes, self._size = shapes, size
-        self._barrier, self._given = threading.Barrier(size), dict[int, Any]()
-
-    def run(self, job: Callable[[int, Split], Any]) -> list[Any]:
-        with ThreadPoolExecutor(self._size) as pool:
-            return list(pool.map(lambda rank: self._guarded(job, rank), range(self._size)))
-
-    def _guarded(self, job: Callable[[int, Split], Any], rank: int) -> Any:
-        try:
-            return job(rank, self._split(rank))
-        except BaseException:
-            self._barrier.abort()  # the others must not wait for this one
-            raise
-
-    def _split(self, rank: int) -> Split:
-        held = {name: _cut(name, shape, rank, self._size) for name, shape in self._shapes.items()}
-
-        def all_given(value: Any) -> list[Any]:
-            self._given[rank] = value
-            self._barrier.wait()
-            given = [self._given[each] for each in range(self._size)]
-            self._barrier.wait()
-            return given
-
-        def reduce(value: Tensor, how: Literal["sum", "max"]) -> Tensor:
-            given = torch.stack(all_given(value))
-            return given.sum(0) if how == "sum" else given.amax(0)
-
-        def matrices(
-            slices: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], compute: Callable[[Tensor], Tensor]
-        ) -> dict[str, Tensor]:
-            wholes = {name: tensor.new_zeros(specs[name].shape) for name, tensor in slices.items()}
-            for theirs, places in all_given((slices, specs)):
-                for name, tensor in theirs.items():
-                    wholes[name][places[name].slices] = tensor
-            return {name: compute(whole)[specs[name].slices].contiguous() for name, whole in wholes.items()}
-
-        return Split(held, self._shapes, reduce, matrices)
 
 
 def _cut(name: str, shape: tuple[int, ...], rank: int, size: int) -> ShardSpec:

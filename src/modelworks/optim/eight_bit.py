@@ -5,6 +5,9 @@ rule's, and floating-point moments exist of one piece only. Small tensors (under
 rows are updated rarely and unequally, keep moments of full width. These are asked of the logical tensor, so that all
 layouts keep the same.
 
+On a CPU a compiled kernel does all of this to one block after the other, with the same codes
+(`modelworks.optim.kernels_eight_bit`).
+
 Where a cut between ranks goes through a block (`SharedTiles`), the update is computed twice: first for the magnitudes,
 on which the ranks then agree, and again to be kept.
 """
@@ -12,16 +15,21 @@ on which the ranks then agree, and again to be kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from modelworks.layout import ShardSpec
-from modelworks.optim.codec import Blocks, SharedTiles
+from modelworks.optim.adam import Adam
+from modelworks.optim.codec import Blocks, SharedTiles, code_tables
 from modelworks.optim.codec import Piece as Part
-from modelworks.optim.pieces import Piece, Rule, Step
+from modelworks.optim.compiled import STRETCH, array, kernels_for, run
+from modelworks.optim.lion import Lion
+from modelworks.optim.pieces import Piece, Step
 from modelworks.optim.sums import Sums
 
 SMALL = 4096  # elements; what is smaller keeps moments of full width
@@ -31,12 +39,12 @@ CODES, SCALES = "codes", "scales"
 
 @dataclass(frozen=True)
 class EightBit:
-    """inner: elementwise, with states of its parameter's shape. unsigned: those of its states that are never negative.
+    """inner: whose moments these are. unsigned: those of its states that are never negative.
 
     State `exp_avg` becomes `exp_avg_codes` (uint8) and `exp_avg_scales` (float32, a number a block).
     """
 
-    inner: Rule
+    inner: Adam | Lion
     unsigned: frozenset[str] = frozenset({"exp_avg_sq"})
     _shared: dict[str, SharedTiles] = field(default_factory=dict, compare=False, repr=False)
 
@@ -53,8 +61,13 @@ class EightBit:
         self.inner.update(wide, step, sums)
         narrow = [piece for piece in pieces if is_quantized(piece.name, piece.spec.shape)]
         agreed = self._agree_on_scales(narrow, step, sums)
+        jobs: list[tuple[Any, ...]] = []
         for piece in narrow:
-            self._update(piece, step, sums, agreed.get(piece.name))
+            if kernels_for(piece.value):
+                jobs += self._jobs(piece, step, agreed.get(piece.name))
+            else:
+                self._update(piece, step, sums, agreed.get(piece.name))
+        run(jobs)
 
     def _update(self, piece: Piece, step: Step, sums: Sums, agreed: Mapping[str, Tensor] | None) -> None:
         blocks = Blocks(piece.spec)
@@ -67,6 +80,30 @@ class EightBit:
                 largest = blocks.largest(part, moment) if agreed is None else blocks.scales(agreed[kind], part)
                 blocks.keep(part, largest, scales)
                 blocks.encode(part, moment, codes, scales, signed=kind not in self.unsigned)
+
+    def _jobs(
+        self, piece: Piece, step: Step, scales: Mapping[str, Tensor] | None, *, measures: bool = False
+    ) -> Iterator[tuple[Any, ...]]:
+        """The update by a compiled kernel, in parts of whole rows of tiles. scales: agreed ones. measures: only writes
+        them, and the weights."""
+        from modelworks.optim import kernels_eight_bit
+
+        name, scalars = self.inner.in_tiles(step, piece.options)
+        geometry = Blocks(piece.spec).geometry
+        kinds = list(self.inner.states(piece.spec))
+        state = [array(piece.state[f"{kind}_{part}"]) for kind in kinds for part in (CODES, SCALES)]
+        largest = [array(scales[kind]) for kind in kinds] if scales is not None else state[1::2]
+        tables = [kernel_tables(kind not in self.unsigned) for kind in kinds]
+        value, gradient = array(piece.value), array(piece.gradient)
+        numbers = [value.dtype.type(number) for number in scalars]
+        units = geometry[0] * geometry[7] if value.size else 0
+        together = max(1, units * STRETCH // max(1, value.size))
+        for first in range(0, units, together):
+            yield (
+                getattr(kernels_eight_bit, name), value, gradient, *state, *largest,
+                scales is not None and not measures, not measures, first, min(first + together, units), geometry,
+                *(values for values, _ in tables), *(carries for _, carries in tables), *numbers,
+            )  # fmt: skip
 
     def _moments(self, piece: Piece, blocks: Blocks, part: Part) -> dict[str, Tensor]:
         return {
@@ -91,6 +128,10 @@ class EightBit:
                 blocks = Blocks(piece.spec)
                 kinds = self.inner.states(piece.spec)
                 agreed[piece.name] = {k: torch.zeros_like(piece.state[f"{k}_{SCALES}"]) for k in kinds}
+                if kernels_for(piece.value):
+                    tried = replace(piece, value=piece.value.clone())
+                    run(list(self._jobs(tried, step, agreed[piece.name], measures=True)))
+                    continue
                 for part in blocks.pieces():
                     moments = self._moments(piece, blocks, part)
                     tried = blocks.view(piece.value)[part.index].clone()
@@ -123,3 +164,12 @@ def state_dtype(kind: str, wide: torch.dtype) -> torch.dtype:
     if kind.endswith(f"_{CODES}"):
         return torch.uint8
     return torch.float32 if kind.endswith(f"_{SCALES}") else wide
+
+
+@cache
+def kernel_tables(signed: bool) -> tuple[Any, Any]:
+    """What the compiled kernels decode and encode with."""
+    from modelworks.optim.kernels_eight_bit import carry_table
+
+    tables = code_tables(signed, torch.device("cpu"))
+    return tables.values.numpy(), carry_table(tables.lower.numpy(), tables.limits.numpy())

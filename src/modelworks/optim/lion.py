@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from modelworks.layout import ShardSpec
+from modelworks.optim.compiled import in_stretches, kernels_for
+from modelworks.optim.groups import ParameterOptions
 from modelworks.optim.pieces import Piece, Step, alike, batches
 from modelworks.optim.sums import Sums
 
@@ -28,6 +30,10 @@ class Lion:
         for group in alike(pieces):
             options = group[0].options
             lr = step.lr * options.lr_multiplier
+            if kernels := kernels_for(group[0].value):
+                scalars = [self._scalars(step, options)] * len(group)
+                in_stretches(kernels.lion, group, ("value", "gradient", "exp_avg"), scalars)
+                continue
             for batch in batches(group, "exp_avg"):
                 values, gradients, averages = batch.columns
                 direction = torch._foreach_lerp(averages, gradients, 1.0 - self.betas[0])
@@ -36,3 +42,11 @@ class Lion:
                     torch._foreach_mul_(values, 1.0 - lr * options.weight_decay)
                 torch._foreach_add_(values, direction, alpha=-lr)
                 torch._foreach_lerp_(averages, gradients, 1.0 - self.betas[1])
+
+    def in_tiles(self, step: Step, options: ParameterOptions) -> tuple[str, tuple[float, ...]]:
+        """The kernel for a momentum in 8 bits, and its scalars."""
+        return "lion_tiles", self._scalars(step, options)
+
+    def _scalars(self, step: Step, options: ParameterOptions) -> tuple[float, ...]:
+        lr = step.lr * options.lr_multiplier
+        return lr, 1.0 - lr * options.weight_decay, *(1.0 - beta for beta in self.betas)

@@ -1,10 +1,10 @@
 """What a rule works on: pieces of parameters with their gradients and state, and batches of them that fit the cache.
 
-A rule is a formula, written once over lists of tensors. Where torch has a fused kernel for the whole of it, that runs
-on whole lists. Where it has not, the formula is several passes, and each would go through all of memory: so a large
-tensor is cut, small ones are put together, and all passes are made over one batch before the next. What a batch holds
-stays in a CPU's second-level cache, and each number is then read from memory and written to it once, as in a fused
-kernel, without a compiler. On other devices batches only bound the scratch memory.
+A rule is a formula over lists of tensors. Where torch has a fused kernel for the whole of it, that runs on whole lists;
+on a CPU those without one have compiled kernels of ours (`modelworks.optim.compiled`). What is left, other devices and
+a CPU without numba, runs torch's operations one after the other, and each would go through all of memory: so a large
+tensor is cut, small ones are put together, and all passes are made over one batch before the next. On a CPU what a
+batch holds stays in the second-level cache; on other devices batches only bound the scratch memory.
 """
 
 from __future__ import annotations

@@ -42,6 +42,11 @@ class Sums:
     split: Split | None = None
     _lengths: dict[Length, dict[str, int]] = field(default_factory=dict)
 
+    @property
+    def all_here(self) -> bool:
+        """Whether this process alone holds every tensor, and asks nobody."""
+        return self.split is None or self.split.reduce is None
+
     def total(self, own: Mapping[str, Tensor], length: Length) -> dict[str, Tensor]:
         """The sums over ranks of one vector for each logical tensor. All ranks call it.
 

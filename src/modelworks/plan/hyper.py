@@ -159,7 +159,7 @@ def _rate(parameters: float, tokens: float, batch: float, optimizer: str) -> Sug
         reason = "the rule of the paper for BERT-large, 6.25e-4 at 512 rows of 128 tokens and the root of the batch "
         reason += "beyond: a guess for another model"
         return Suggestion("learning_rate", value, "", reason, "1904.00962 table 4", (value / 4, value * 4))
-    if optimizer == "adafactor":
+    if optimizer in ("adafactor", "adafactor-moment"):
         reason = "relative to each tensor's root mean square, constant for 10,000 steps, then 1 / sqrt(step)"
         return Suggestion("learning_rate", 1e-2, "", reason, "2204.02311 section 5", (1e-3, 1e-2))
     law = power_law("rate", ("parameters",))
@@ -212,7 +212,7 @@ def _decay(optimizer: str) -> Suggestion:
     if optimizer.startswith("lion"):
         reason = "five times AdamW's 0.1, so that rate x decay stays what it is"
         return Suggestion("weight_decay", 0.5, "", reason, "2302.06675", (0.3, 1.0))
-    if optimizer in ("sgd", "momentum", "lars", "adam", "adam8bit", "adafactor"):
+    if optimizer in ("sgd", "momentum", "lars", "adam", "adam8bit", "adafactor", "adafactor-moment"):
         reason = "decay that goes through the gradient is not what published runs of decoders used"
         return Suggestion("weight_decay", None, "", reason, "1711.05101", None)
     if optimizer == "lamb":

@@ -9,6 +9,7 @@
                            since). Tensors of less than 4,096 elements and embeddings stay in float32
     adafactor              the means of a matrix's rows and columns, of anything smaller one moment; no first moment
                            (Shazeer and Stern 2018, 1804.04235, section 6)
+    adafactor-moment       the same and a first moment (section 7.2): `optimizer.first_moment` is set
     muon                   one moment of the blocks' matrices; embeddings, head and vectors are AdamW's (Jordan et al.
                            2024, kellerjordan.github.io/posts/muon)
 
@@ -38,6 +39,7 @@ class _Rule:
     moments: int
     kind: Literal["float32", "8bit", "factored", "matrices"] = "float32"
     others: int | None = None
+    besides: int = 0  # numbers for each element of a factored tensor
 
 
 _RULES = {
@@ -48,6 +50,7 @@ _RULES = {
     "lamb": _Rule(2),
     "lars": _Rule(1),
     "adafactor": _Rule(1, "factored"),
+    "adafactor-moment": _Rule(2, "factored", besides=1),
     "lion": _Rule(1),
     "adam8bit": _Rule(2, "8bit"),
     "adamw8bit": _Rule(2, "8bit"),
@@ -85,7 +88,7 @@ def optimizer_bytes(name: str, shape: Sequence[int], *, parameter: str = "", hel
         return rule.moments * (elements + FLOAT * n_tiles(shape, local))
     if rule.kind == "factored" and len(shape) >= 2:
         *stacked, rows, columns = local
-        return FLOAT * math.prod(stacked) * (rows + columns) if elements else 0
+        return FLOAT * (math.prod(stacked) * (rows + columns) + rule.besides * elements) if elements else 0
     if rule.kind == "matrices" and (len(shape) < 2 or at_ends):
         return FLOAT * (rule.others or 0) * elements
     return FLOAT * rule.moments * elements

@@ -25,14 +25,14 @@ def candidate_of(config: RunConfig, device: Device) -> Candidate:
         seq_len=config.data.seq_len,
         precision=train.precision,
         recompute=train.recompute,
-        optimizer=_known_as(config.optimizer),
+        optimizer=known_as(config.optimizer),
     )
 
 
-def _known_as(optimizer: OptimizerConfig) -> str:
-    """The planner's name for an optimiser with these settings. Raises UserError where it has none."""
+def known_as(optimizer: OptimizerConfig) -> str:
+    """The planner's name for an optimiser with these settings: what it keeps depends on some of them."""
     if optimizer.name == "adafactor" and optimizer.first_moment is not None:
-        raise UserError("optimizer.first_moment: Adafactor with a first moment is not predicted")
+        return "adafactor-moment"
     if optimizer.name == "lars" and not optimizer.momentum:
         return "sgd"  # in what it keeps
     return "momentum" if optimizer.name == "sgd" and optimizer.momentum else optimizer.name

@@ -8,6 +8,7 @@ from typing import Any
 from modelworks.config import dump_yaml, load_run_config
 from modelworks.plan.emit.launch import comments
 from modelworks.plan.emit.settings import Wanted, settings_of
+from modelworks.plan.run import known_as
 
 CHECKED_WITH = "this version of modelworks"
 CONFIG = "config.yaml"
@@ -17,7 +18,7 @@ def refusals(wanted: Wanted) -> list[str]:
     reasons = []
     if wanted["train.precision"] == "fp8":
         reasons.append("train.precision: the trainer has no fp8; use bf16")
-    if wanted["optimizer.name"] != wanted.config.optimizer.name:
+    if wanted["optimizer.name"] not in (wanted.config.optimizer.name, known_as(wanted.config.optimizer)):
         reasons.append(f"optimizer.name: the trainer has none called {wanted['optimizer.name']}")
     return reasons
 
