@@ -124,7 +124,8 @@ def written_out(name: str, p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int) -
     m = m + (g - m) * scalar(1 - b1)
     v = v * scalar(b2) + (scalar(1 - b2) * g) * g
     scales = scalar(1 / (1 - b1**t)), scalar((1 - b2**t) ** -0.5)
-    direction = m * scales[0] / (v.sqrt() * scales[1] + scalar(1e-8))
+    root = torch.from_numpy(np.sqrt(v.numpy()))  # torch's own is not rounded to the nearest
+    direction = m * scales[0] / (root * scales[1] + scalar(1e-8))
     return p * scalar(1 - lr * decay) - scalar(lr) * direction, m, v
 
 

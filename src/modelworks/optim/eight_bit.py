@@ -84,8 +84,8 @@ class EightBit:
     def _jobs(
         self, piece: Piece, step: Step, scales: Mapping[str, Tensor] | None, *, measures: bool = False
     ) -> Iterator[tuple[Any, ...]]:
-        """The update by a compiled kernel, in parts of whole rows of tiles. scales: agreed ones. measures: only writes
-        them, and the weights."""
+        """The update by a compiled kernel, in parts of whole rows of tiles. scales: agreed ones. measures: it writes
+        those, and of everything else only the weights."""
         from modelworks.optim import kernels_eight_bit
 
         name, scalars = self.inner.in_tiles(step, piece.options)
@@ -129,8 +129,8 @@ class EightBit:
                 kinds = self.inner.states(piece.spec)
                 agreed[piece.name] = {k: torch.zeros_like(piece.state[f"{k}_{SCALES}"]) for k in kinds}
                 if kernels_for(piece.value):
-                    tried = replace(piece, value=piece.value.clone())
-                    run(list(self._jobs(tried, step, agreed[piece.name], measures=True)))
+                    trial = replace(piece, value=piece.value.clone())
+                    run(list(self._jobs(trial, step, agreed[piece.name], measures=True)))
                     continue
                 for part in blocks.pieces():
                     moments = self._moments(piece, blocks, part)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from modelworks.layout import ShardSpec
 from modelworks.optim.adam import adam_step
-from modelworks.optim.compiled import in_stretches, kernels_for, sums_in_stretches
+from modelworks.optim.compiled import STRETCH, in_stretches, kernels_for, sums_in_stretches
 from modelworks.optim.pieces import Batch, Piece, Step, alike, batches
 from modelworks.optim.sums import Sums
 
@@ -165,12 +165,15 @@ def _together(pieces: Sequence[Piece], sums: Sums) -> Iterator[Sequence[Piece]]:
     if not sums.all_here:
         yield pieces
         return
+    enough = max(_CACHED, STRETCH * torch.get_num_threads())
     some: list[Piece] = []
+    size = 0
     for piece in pieces:
         some.append(piece)
-        if sum(each.value.numel() for each in some) >= _CACHED:
+        size += piece.value.numel()
+        if size >= enough:
             yield some
-            some = []
+            some, size = [], 0
     if some:
         yield some
 
