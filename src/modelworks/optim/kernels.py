@@ -5,6 +5,8 @@ bound by memory, so here each number is read and written once. Each function tak
 float32 or float64, of one stretch of a tensor, and scalars of the same dtype. The formulas are explained where they are
 called (`lion`, `trust`, `adafactor`); the torch path there and these come to the same but for rounding.
 
+Loops run over slices from 0: an index that might be negative would have to be looked at, element by element.
+
 No arithmetic is reordered, but in sums of squares, where it could not be vectorised otherwise; sums are in float64.
 Machine code is kept on disk (beside this file or, where that cannot be written, in the user's cache), so that only the
 first process compiles. Import it through `modelworks.optim.compiled`, which knows whether it can be.
@@ -63,16 +65,14 @@ def lamb_moments(
     direction = np.empty(_SCRATCH, value.dtype)
     sums[0] = sums[1] = 0.0
     for start in range(0, value.size, _SCRATCH):
-        n = min(_SCRATCH, value.size - start)
-        for i in range(n):
-            at = start + i
-            g = gradient[at]
-            m = first[at] + (g - first[at]) * weight1
-            v = second[at] * keep2 + (weight2 * g) * g
-            first[at], second[at] = m, v
-            direction[i] = m * scale1 / (np.sqrt(v) * scale2 + eps) + decay * value[at]
-        sums[0] += square_sum(value, start, n)
-        sums[1] += square_sum(direction, 0, n)
+        stop = start + _SCRATCH
+        p, g, m, v = value[start:stop], gradient[start:stop], first[start:stop], second[start:stop]
+        for i in range(p.size):
+            m[i] += (g[i] - m[i]) * weight1
+            v[i] = v[i] * keep2 + (weight2 * g[i]) * g[i]
+            direction[i] = m[i] * scale1 / (np.sqrt(v[i]) * scale2 + eps) + decay * p[i]
+        sums[0] += square_sum(p)
+        sums[1] += square_sum(direction[: p.size])
 
 
 @kernel
@@ -86,13 +86,13 @@ def lamb_apply(
 
 @kernel
 def two_square_sums(one: Array, other: Array, sums: Array) -> None:
-    sums[0] = square_sum(one, 0, one.size)
-    sums[1] = square_sum(other, 0, other.size)
+    sums[0] = square_sum(one)
+    sums[1] = square_sum(other)
 
 
 @kernel
 def square_sums(one: Array, sums: Array) -> None:
-    sums[0] = square_sum(one, 0, one.size)
+    sums[0] = square_sum(one)
 
 
 @kernel
@@ -104,9 +104,9 @@ def lars_apply(value: Array, gradient: Array, buffer: Array, rate: float, decay:
 
 
 @reduction
-def square_sum(array: Array, start: int, n: int) -> float:
+def square_sum(array: Array) -> float:
     total = 0.0
-    for i in range(start, start + n):
+    for i in range(array.size):
         wide = np.float64(array[i])
         total += wide * wide
     return total
@@ -117,11 +117,10 @@ def row_column_squares(gradient: Array, rows: Array, columns: Array, n_rows: int
     """Of matrices of n_rows rows one after the other, or of some rows of one. rows: set to their sums of squares,
     float64. columns: theirs are added."""
     for row in range(rows.size):
-        start, to = row * n_columns, row // n_rows * n_columns
-        rows[row] = square_sum(gradient, start, n_columns)
+        g, column = _row(gradient, row, n_columns), _row(columns, row // n_rows, n_columns)
+        rows[row] = square_sum(g)
         for i in range(n_columns):
-            wide = np.float64(gradient[start + i])
-            columns[to + i] += wide * wide
+            column[i] += np.float64(g[i]) * np.float64(g[i])
 
 
 @kernel
@@ -131,10 +130,11 @@ def factored_squares(
     """sums: for each matrix, the squares of gradient times the scales of its row and column are added."""
     scaled = np.empty(n_columns, gradient.dtype)
     for row in range(row_scales.size):
-        matrix = row // n_rows
+        g, column = _row(gradient, row, n_columns), _row(column_scales, row // n_rows, n_columns)
+        scale = row_scales[row]
         for i in range(n_columns):
-            scaled[i] = gradient[row * n_columns + i] * row_scales[row] * column_scales[matrix * n_columns + i]
-        sums[matrix] += square_sum(scaled, 0, n_columns)
+            scaled[i] = g[i] * scale * column[i]
+        sums[row // n_rows] += square_sum(scaled)
 
 
 @kernel
@@ -143,11 +143,10 @@ def factored_apply(
     size: float,
 ) -> None:  # fmt: skip
     for row in range(row_scales.size):
-        to = row // n_rows * n_columns
+        p, g = _row(value, row, n_columns), _row(gradient, row, n_columns)
+        column, scale = _row(column_scales, row // n_rows, n_columns), row_scales[row]
         for i in range(n_columns):
-            at = row * n_columns + i
-            update = gradient[at] * row_scales[row] * column_scales[to + i]
-            value[at] = value[at] * keep - size * update
+            p[i] = p[i] * keep - size * (g[i] * scale * column[i])
 
 
 @kernel
@@ -157,10 +156,13 @@ def factored_apply_moment(
 ) -> None:  # fmt: skip
     """weight: of the update in its running mean."""
     for row in range(row_scales.size):
-        to = row // n_rows * n_columns
+        p, g, m = _row(value, row, n_columns), _row(gradient, row, n_columns), _row(moment, row, n_columns)
+        column, scale = _row(column_scales, row // n_rows, n_columns), row_scales[row]
         for i in range(n_columns):
-            at = row * n_columns + i
-            update = gradient[at] * row_scales[row] * column_scales[to + i]
-            moved = moment[at] + (size * update - moment[at]) * weight
-            moment[at] = moved
-            value[at] = value[at] * keep - moved
+            m[i] += (size * (g[i] * scale * column[i]) - m[i]) * weight
+            p[i] = p[i] * keep - m[i]
+
+
+@kernel
+def _row(array: Array, row: int, length: int) -> Array:
+    return array[row * length : (row + 1) * length]

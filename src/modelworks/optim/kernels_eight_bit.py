@@ -64,32 +64,30 @@ def adam_tiles(
         for column in range(wide):
             tile = unit * wide + column
             start, height, width, stride = _rectangle(unit, column, geometry)
-            for row in range(height):
-                at, to = start + row * stride, row * width
-                _decode(codes1, at, width, values1, m, to)
-                _decode(codes2, at, width, values2, v, to)
             top1, top2 = scales1[tile], scales2[tile]
             for row in range(height):
                 at, to = start + row * stride, row * width
+                p_row, g_row = value[at : at + width], gradient[at : at + width]
+                m_row, v_row = m[to : to + width], v[to : to + width]
+                _decode(codes1[at : at + width], values1, m_row)
+                _decode(codes2[at : at + width], values2, v_row)
                 for i in range(width):
-                    g = gradient[at + i] + decay * value[at + i]
-                    first = dtype(m[to + i] * top1)
+                    g = g_row[i] + decay * p_row[i]
+                    first = dtype(m_row[i] * top1)
                     first = first + (g - first) * weight1
-                    second = dtype(v[to + i] * top2) * keep2 + (weight2 * g) * g
-                    m[to + i], v[to + i] = np.float32(first), np.float32(second)
+                    second = dtype(v_row[i] * top2) * keep2 + (weight2 * g) * g
+                    m_row[i], v_row[i] = np.float32(first), np.float32(second)
                     direction = first * scale1 / (np.sqrt(second) * scale2 + eps)
-                    value[at + i] = value[at + i] * keep - lr * direction
+                    p_row[i] = p_row[i] * keep - lr * direction
             n = height * width
             if not agreed:
                 largest1[tile], largest2[tile] = _largest(m_bits, n, found), _largest(v_bits, n, found)
             if writes:
                 scales1[tile], scales2[tile] = largest1[tile], largest2[tile]
                 _encode(m, m_bits, m_upper, largest1[tile], carries1, found, n)
-                for row in range(height):
-                    _put(found, m_bits, row * width, codes1, start + row * stride, width)
+                _put(found, m_bits, codes1, start, height, width, stride)
                 _encode(v, v_bits, v_upper, largest2[tile], carries2, found, n)
-                for row in range(height):
-                    _put(found, v_bits, row * width, codes2, start + row * stride, width)
+                _put(found, v_bits, codes2, start, height, width, stride)
 
 
 @kernel
@@ -111,22 +109,22 @@ def lion_tiles(
             top = scales[tile]
             for row in range(height):
                 at, to = start + row * stride, row * width
-                _decode(codes, at, width, values, m, to)
+                p_row, g_row, m_row = value[at : at + width], gradient[at : at + width], m[to : to + width]
+                _decode(codes[at : at + width], values, m_row)
                 for i in range(width):
-                    average = dtype(m[to + i] * top)
-                    apart = gradient[at + i] - average
+                    average = dtype(m_row[i] * top)
+                    apart = g_row[i] - average
                     direction = average + apart * ahead
                     step = lr if direction > zero else (-lr if direction < zero else zero)
-                    value[at + i] = value[at + i] * keep - step
-                    m[to + i] = np.float32(average + apart * weight)
+                    p_row[i] = p_row[i] * keep - step
+                    m_row[i] = np.float32(average + apart * weight)
             n = height * width
             if not agreed:
                 largest[tile] = _largest(m_bits, n, found)
             if writes:
                 scales[tile] = largest[tile]
                 _encode(m, m_bits, m_upper, largest[tile], carries, found, n)
-                for row in range(height):
-                    _put(found, m_bits, row * width, codes, start + row * stride, width)
+                _put(found, m_bits, codes, start, height, width, stride)
 
 
 @kernel
@@ -140,9 +138,9 @@ def _rectangle(unit: int, column: int, geometry: Geometry) -> tuple[int, int, in
 
 
 @kernel
-def _decode(codes: Array, at: int, n: int, values: Array, into: Array, to: int) -> None:
-    for i in range(n):
-        into[to + i] = values[codes[at + i]]
+def _decode(codes: Array, values: Array, into: Array) -> None:
+    for i in range(codes.size):
+        into[i] = values[codes[i]]
 
 
 @kernel
@@ -169,6 +167,9 @@ def _encode(scaled: Array, bits: Array, upper: Array, scale: float, carries: Arr
 
 
 @kernel
-def _put(found: Array, bits: Array, begin: int, codes: Array, at: int, n: int) -> None:
-    for i in range(n):
-        codes[at + i] = np.uint8(np.int32(found[begin + i] + bits[begin + i]) >> 16)
+def _put(found: Array, bits: Array, codes: Array, start: int, height: int, width: int, stride: int) -> None:
+    for row in range(height):
+        at, to = start + row * stride, row * width
+        code, entry, own = codes[at : at + width], found[to : to + width], bits[to : to + width]
+        for i in range(width):
+            code[i] = np.uint8(np.int32(entry[i] + own[i]) >> 16)
