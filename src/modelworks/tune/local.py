@@ -64,14 +64,14 @@ class LocalRunner:
                 shutil.rmtree(self.directory / "trials", ignore_errors=True)
 
     def _start(self, trial: Trial, slot: int) -> _Running:
-        place = self.directory / "trials" / f"{trial.rate:g}-{trial.seed}"
+        place = self.directory / "trials" / f"{trial.rate!r}-{trial.seed}"
         environment = dict(os.environ)
         if self.jobs > 1:
             each = max(1, facts().cores // (self.jobs * self.setup.world_size))
             environment.setdefault("OMP_NUM_THREADS", str(each))
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices[slot]
-        log = self.directory / f"failed-{trial.rate:g}-{trial.seed}.log"
+        log = self.directory / f"failed-{trial.rate!r}-{trial.seed}.log"
         return start_trial(self.setup.of(trial), trial, place, machine_row(self.setup.machine), environment, log, slot)
 
 

@@ -74,8 +74,15 @@ class RayRunner:
         from ray import tune
 
         try:
+            threads = max(1, int(self._resources["cpu"]) // self.setup.world_size)
             space = [
-                {"rate": each.rate, "seed": each.seed, "config": dump_yaml(self.setup.of(each))} for each in trials
+                {
+                    "rate": each.rate,
+                    "seed": each.seed,
+                    "config": dump_yaml(self.setup.of(each)),
+                    "threads": threads,  # of each rank
+                }
+                for each in trials
             ]
             tuner = tune.Tuner(
                 tune.with_resources(_make_trial, self._resources),
@@ -106,7 +113,8 @@ def _make_trial(config: dict[str, Any]) -> None:
     directory = Path(tempfile.mkdtemp(prefix="modelworks-trial-"))
     try:
         parsed = parse_run_config(asked["config"], "the configuration of a trial")
-        running = start_trial(parsed, trial, directory / "run", None, dict(os.environ), directory / "output.log")
+        environment = {**os.environ, "OMP_NUM_THREADS": str(asked["threads"])}
+        running = start_trial(parsed, trial, directory / "run", None, environment, directory / "output.log")
         with selectors.DefaultSelector() as selector:
             selector.register(running.child.control, selectors.EVENT_READ)
             while running.child.outcome is None:
