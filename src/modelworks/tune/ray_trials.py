@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import selectors
 import shutil
 import tempfile
@@ -19,12 +18,15 @@ import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelworks.config import UserError, dump_yaml, parse_run_config
 from modelworks.tune.local import start_trial
 from modelworks.tune.setup import Setup
 from modelworks.tune.trials import Outcome, Trial
+
+if TYPE_CHECKING:
+    from modelworks.tune.ray_listener import Conversation
 
 _SECONDS_TO_STOP = 30.0
 
@@ -53,25 +55,26 @@ class RayRunner:
 
     def run(self, trials: Sequence[Trial]) -> Generator[Outcome]:
         """Outcomes as they come. Raises `UserError` for what a trial says the user can fix."""
-        said: queue.Queue[Outcome | BaseException | None] = queue.Queue()
-        stop = threading.Event()
-        thread = threading.Thread(target=self._tune, args=(trials, said, stop), name="ray tune", daemon=True)
+        from modelworks.tune.ray_listener import Conversation
+
+        conversation = Conversation()
+        thread = threading.Thread(target=self._tune, args=(trials, conversation), name="ray tune", daemon=True)
         thread.start()
         try:
-            while (outcome := said.get()) is not None:
+            while (outcome := conversation.said.get()) is not None:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 yield outcome
         finally:
-            stop.set()
+            conversation.close()
             thread.join(_SECONDS_TO_STOP)
             shutil.rmtree(self.directory / "ray", ignore_errors=True)
 
-    def _tune(
-        self, trials: Sequence[Trial], said: queue.Queue[Outcome | BaseException | None], stop: threading.Event
-    ) -> None:
-        """In a thread of its own: `fit` returns when all are done. The last word is None."""
+    def _tune(self, trials: Sequence[Trial], conversation: Conversation) -> None:
+        """In a thread of its own: `fit` returns when all are done."""
         from ray import tune
+
+        from modelworks.tune.ray_listener import Listener, Stopper
 
         try:
             threads = max(1, int(self._resources["cpu"]) // self.setup.world_size)
@@ -87,21 +90,24 @@ class RayRunner:
             tuner = tune.Tuner(
                 tune.with_resources(_make_trial, self._resources),
                 param_space={"trial": tune.grid_search(space)},
-                tune_config=tune.TuneConfig(
-                    max_concurrent_trials=self.jobs, trial_dirname_creator=lambda trial: trial.trial_id
-                ),
+                tune_config=tune.TuneConfig(max_concurrent_trials=self.jobs, trial_dirname_creator=_directory_name),
                 run_config=tune.RunConfig(
                     name="trials",
                     storage_path=str((self.directory / "ray").absolute()),
-                    stop=_stopper(stop),
-                    callbacks=[_listener(said)],
+                    stop=Stopper(conversation.number),
+                    callbacks=[Listener(conversation.number)],
                     verbose=0,
                 ),
             )
             tuner.fit()
-            said.put(None)
+            conversation.said.put(None)
         except BaseException as error:
-            said.put(error)
+            conversation.said.put(error)
+
+
+def _directory_name(trial: Any) -> str:
+    """Of Ray's own files; it would put the whole configuration into it."""
+    return str(trial.trial_id)
 
 
 def _make_trial(config: dict[str, Any]) -> None:
@@ -126,39 +132,6 @@ def _make_trial(config: dict[str, Any]) -> None:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     tune.report(report)
-
-
-def _listener(said: queue.Queue[Outcome | BaseException | None]) -> Any:
-    from ray import tune
-
-    class Listener(tune.Callback):  # type: ignore[misc,unused-ignore]  # untyped where Ray is not installed
-        def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-            report = trial.last_result or {}
-            if "mistake" in report:
-                said.put(UserError(report["mistake"]))
-            elif "outcome" in report:
-                said.put(Outcome.from_row(json.loads(report["outcome"])))
-
-        def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-            asked = trial.config["trial"]
-            error = str(trial.get_error() or "no message").strip().splitlines()[-1]
-            reason = f"Ray lost the trial: {error}"[:300]
-            said.put(Outcome(Trial(float(asked["rate"]), int(asked["seed"])), "failed", None, None, 0, 0.0, reason))
-
-    return Listener()
-
-
-def _stopper(stop: threading.Event) -> Any:
-    from ray import tune
-
-    class Stopper(tune.Stopper):  # type: ignore[misc,unused-ignore]
-        def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-            return False
-
-        def stop_all(self) -> bool:
-            return stop.is_set()
-
-    return Stopper()
 
 
 def _resources(setup: Setup, jobs: int, nodes: Sequence[dict[str, Any]]) -> dict[str, float]:
