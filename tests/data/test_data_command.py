@@ -11,6 +11,7 @@ import yaml
 
 from modelworks.cli.main import main
 from modelworks.config import DataConfig
+from modelworks.data import open_dataset
 
 Configs = Callable[..., DataConfig]
 
@@ -48,6 +49,24 @@ def test_build_then_inspect(recipe: str, capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     assert "bytes/token" in text
     assert samples[0]["text"].split("\n")[0] in text
+
+
+def test_one_document_whole(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["data", "build", recipe, "--json"])
+    built = last_line(capsys)
+    directory, source = str(built["directory"]), open_dataset(Path(str(built["directory"]))).sources[0]
+    assert main(["data", "inspect", directory, "--document", f"{source.name}:1", "--json"]) == 0
+    [shown] = last_line(capsys)["samples"]  # type: ignore[misc, attr-defined]
+    assert (shown["source"], shown["document"]) == (source.name, 1)
+    tokenizer = open_dataset(Path(directory)).tokenizer
+    assert shown["text"] == tokenizer.decode(source.train.document(1).tolist())
+    for wrong, words in (
+        ("nothing:1", f"expected a source and a number, as in `{source.name}:0`"),
+        (source.name, "expected a source and a number"),
+        (f"{source.name}:99999999", "training documents, numbered from 0; got 99999999"),
+    ):
+        assert main(["data", "inspect", directory, "--document", wrong]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_a_corrupt_shard_is_one_line_and_exit_code_2(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 from split_jobs import MACHINE
 
 from modelworks.config import parse_run_config
+from modelworks.data import TrainLoader
 from modelworks.models import DocumentContext
 from modelworks.optim import build_optimizer
 from modelworks.parallel import Mesh, split_model
@@ -85,6 +86,37 @@ def _with_poison(bad: dict[int, str], vocabulary: int) -> Any:
         return real(model, optimizer, batch, *arguments, **named)
 
     return step_
+
+
+def spoiled(mesh: Mesh, config: str, run_dir: str, bad: dict[int, str], **flags: Any) -> dict[str, Any]:
+    """A run whose data is bad where these samples are, whichever step they come to. `rate` ruins the weights: the
+    update that its batch asks for is made at 30,000 times the rate. Returns the result, or why it failed."""
+    read = parse_run_config(config, "test")
+    real_batch, real_step = TrainLoader.batch, loop.train_step
+
+    def batch(loader: TrainLoader, step: int, rows: slice | None = None) -> Any:
+        made, first = real_batch(loader, step, rows), loader.first_sample(step)
+        kinds = [kind for sample, kind in bad.items() if first <= sample < first + loader.batches.rows(step)]
+        if "garbage" in kinds:
+            draw = torch.Generator().manual_seed(step)
+            made.tokens.random_(read.model.vocab_size, generator=draw)
+            made.targets.random_(read.model.vocab_size, generator=draw)
+        elif "nan" in kinds:
+            made.loss_weights[-1] = torch.nan
+        elif "rate" in kinds:
+            made.document_ids.neg_()  # equal where they were equal; what the step is told by
+        return made
+
+    def train_step_(model: Any, optimizer: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
+        if bool((batch.document_ids < 0).any()):
+            named["lr"] *= 3e4
+        return real_step(model, optimizer, batch, *arguments, **named)
+
+    with patch.object(TrainLoader, "batch", batch), patch.object(loop, "train_step", train_step_):
+        try:
+            return asdict(train(read, Path(run_dir), machine=MACHINE, mesh=mesh, **flags))
+        except TrainingFailed as error:
+            return {"failed": str(error)}
 
 
 def kinds(steps: Collection[int]) -> dict[int, str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from benchmarks._simulated_runs import STEPS, WARMUP, curves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,20 +18,6 @@ from modelworks.config import HealthConfig, parse_run_config
 from modelworks.config.errors import UserError
 from modelworks.train.health import Detector, Drift, Judgement, Monitor
 from modelworks.train.health.detector import DEVIATION, LEAST_VALUES, PATIENCE
-
-STEPS, WARMUP = 2000, 100
-
-
-def curves(seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Loss and gradient norm as of a run: a power law with a bend, noise that is a share of the level with heavy tails
-    (Student's t with 6 degrees), a norm that falls, then grows, in ratios with tails as heavy."""
-    draw = np.random.default_rng(seed)
-    step = np.arange(1, STEPS + 1)
-    level = 1.5 + 8.0 * (1 + step / 20) ** -draw.uniform(0.25, 0.5)
-    loss = level * (1 + draw.uniform(0.005, 0.03) * draw.standard_t(6, STEPS))
-    trend = np.log(0.3) + 3 * np.exp(-step / 40) + draw.uniform(-0.3, 1.0) * step / STEPS
-    norm = np.exp(trend + draw.uniform(0.05, 0.25) * draw.standard_t(6, STEPS))
-    return loss, norm
 
 
 def monitor(spikes: str = "skip", **more: object) -> Monitor:
@@ -129,7 +116,11 @@ def test_divergence_is_told_once_until_the_loss_has_come_back() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), cut=st.integers(1, 399), top=st.sampled_from(["skip", "clip", "slow", "stop"]))
+@given(
+    seed=st.integers(0, 10**6),
+    cut=st.integers(1, 399),
+    top=st.sampled_from(["skip", "clip", "slow", "rollback", "stop"]),
+)
 def test_restored_state_decides_as_if_never_stopped(seed: int, cut: int, top: str) -> None:
     loss, norm = (curve[WARMUP : WARMUP + 400] for curve in curves(seed))
     draw = random.Random(seed)
@@ -155,6 +146,7 @@ def test_restored_state_decides_as_if_never_stopped(seed: int, cut: int, top: st
         {"rung": 9},
         {"rung": 0},
         {"steps": ["1"]},
+        {"rollbacks": [-1]},
         {"clip": [3]},
         {"clip": [3, -1.0]},
         {"slow_until": -1},
@@ -192,6 +184,48 @@ def test_the_ladder() -> None:
     assert judgement.steps == (800, 801, 802, 803)
 
 
+def test_rollback_is_a_rung_and_ends() -> None:
+    """Where it goes back to, and that what was before the first spike of the row decides that."""
+    watch, (loss, norm) = monitor("rollback", calm=50, rollback_limit=2), curves(1)
+    for step in range(1, 500):
+        watch.judge(step, float(loss[step - 1]), float(norm[step - 1]))
+        assert watch.good_before(step + 1) == max(0, (step - 50) // 50 * 50)
+    state = json.loads(json.dumps(watch.state()))
+    found = []
+    for _ in range(3):
+        answers = [watch.judge(step, 50.0, 1.0) for step in range(500, 504)]
+        found.append([(answer.answer, answer.good) for answer in answers])
+        went = watch.rollbacks
+        watch.load_state(state)
+        watch.rollbacks = went
+    climb = [("skip", None), ("clip", None), ("slow", None)]
+    assert found == [[*climb, ("rollback", 400)], [*climb, ("rollback", 400)], [*climb, ("stop", None)]]
+    # Far behind, another trouble: counted anew.
+    for step in range(500, 600):
+        watch.judge(step, float(loss[step - 1]), float(norm[step - 1]))
+    assert [watch.judge(step, 50.0, 1.0).good for step in range(600, 604)] == [None, None, None, 500]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 20))
+def test_a_state_that_is_not_needed_is_never_gone_back_to(gaps: list[int], calm: int) -> None:
+    """Whatever comes, the step to go back to never falls, and lies `calm` steps before the first spike of a row."""
+    watch, bad, step = monitor("stop", calm=calm), set[int](), 40
+    for gap in gaps:
+        bad.add(step := step + gap)
+    needed = 0
+    for step in range(1, 700):
+        now = watch.good_before(step)
+        assert now >= needed
+        assert now % calm == 0
+        needed = now
+        judgement = watch.judge(step, math.nan if step in bad else 3.0, 1.0)
+        if judgement.answer:
+            assert now == max(0, judgement.steps[0] - 1 - calm) // calm * calm or len(judgement.steps) == PATIENCE
+        if judgement.stops:
+            break
+
+
 def test_without_a_limit_of_its_own_clip_sets_one() -> None:
     watch = Monitor(HealthConfig(spikes="clip"), warmup_steps=0, grad_clip=None)
     for step in range(1, 65):
@@ -226,6 +260,9 @@ def test_warnings_leave_training_as_it_is() -> None:
         ("health.slow_factor=1.5", "health.slow_factor: got 1.5"),
         ("health.slow_factor=0.1", "health.slow_factor"),  # of no effect: nothing lowers the rate
         ("health.calm=7", "health.calm"),
+        ("health.rollback_limit=2", "health.rollback_limit"),
+        ("health.rollback_from=memory", "health.rollback_from"),
+        ("health.overfitting=yes", "health.overfitting: got 'yes'"),
         ("health.layers_every=0", "health.layers_every: got 0"),
     ],
 )

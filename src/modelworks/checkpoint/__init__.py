@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.lock_file import InUse as InUse
     from modelworks.checkpoint.lock_file import LockFile as LockFile
     from modelworks.checkpoint.manifest import MANIFEST as MANIFEST
+    from modelworks.checkpoint.names import step_number as step_number
     from modelworks.checkpoint.owners import Owners as Owners
     from modelworks.checkpoint.owners import Shard as Shard
     from modelworks.checkpoint.owners import whole_shards as whole_shards
@@ -90,6 +91,7 @@ _OFFERS = {
     "open_model": "loading",
     "open_source": "import_sources",
     "open_storage": "storage",
+    "step_number": "names",
     "whole_shards": "owners",
     "write_checkpoint": "write",
     "write_model": "write",

@@ -25,13 +25,15 @@ _Metrics = dict[str, object]
 @dataclass
 class Retention:
     """Kept are the `keep_last` newest, steps that are a multiple of `keep_every`, the best by a metric, and `protect`:
-    names, such as that of the checkpoint which the run was resumed from."""
+    names, such as that of the checkpoint which the run was resumed from. back_to: a step that the run may go back to;
+    the newest at or before it is kept."""
 
     storage: Storage
     keep_last: int
     keep_every: int | None = None
     best: Best | None = None
     protect: Collection[str] = ()
+    back_to: int | None = None
     # What complete ones said of themselves: a manifest is read once, however many saves follow.
     _known: dict[str, _Metrics] = field(default_factory=dict, repr=False)
 
@@ -54,6 +56,8 @@ class Retention:
         kept |= {name for name in names if self.keep_every and step_number(name) % self.keep_every == 0}
         if self.best is not None:
             kept.add(_best(complete, *self.best))
+        if self.back_to is not None:
+            kept.update([name for name in names if step_number(name) <= self.back_to][-1:])
         return [name for name in names if name not in kept]
 
     def remove(self, saved: str | None = None) -> list[str]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modelworks.cli.output import JsonFlag, Output
-from modelworks.config import format_bytes, load_run_config
+from modelworks.config import UserError, format_bytes, load_run_config, nearest
 
 if TYPE_CHECKING:
     from modelworks.data import Dataset
+    from modelworks.data.dataset import SourceData
 
 
 def build(
@@ -39,6 +40,10 @@ def inspect(
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
     samples: Annotated[int, typer.Option("--samples", help="Documents to show, decoded from their tokens.", min=0)] = 2,
+    documents: Annotated[
+        list[str] | None,
+        typer.Option("--document", help="Show this training document whole.", metavar="SOURCE:NUMBER"),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Show what a data set holds: sources, documents, tokens, bytes, and samples of its text.
@@ -50,11 +55,16 @@ def inspect(
 
     output = Output(json=json)
     dataset = open_dataset(directory)
+    asked = [_place(dataset, text) for text in documents or []]
     _print_table(dataset, output)
     shown: list[dict[str, Any]] = [
         {"source": source.name, "document": number, "text": _decoded(dataset, source.train, number)}
         for source in dataset.sources
-        for number in _evenly(source.train.n_documents, samples)
+        for number in ([] if asked else _evenly(source.train.n_documents, samples))
+    ]
+    shown += [
+        {"source": source.name, "document": number, "text": _decoded(dataset, source.train, number, whole=True)}
+        for source, number in asked
     ]
     for sample in shown:
         output.print(f"\n--- {sample['source']}, training document {sample['document']}")
@@ -70,8 +80,26 @@ commands = {"build": build, "inspect": inspect}
 _SAMPLE_TOKENS = 64
 
 
-def _decoded(dataset: Dataset, stream: Any, number: int) -> str:
+def _place(dataset: Dataset, text: str) -> tuple[SourceData, int]:
+    """Of `SOURCE:NUMBER`."""
+    name, _, number = text.rpartition(":")
+    sources = {source.name: source for source in dataset.sources}
+    if name not in sources or not number.isdecimal():
+        near = nearest(name, sources)
+        hint = f" (did you mean `{near}:{number}`?)" if near and near != name else ""
+        raise UserError(
+            f"--document: got {text!r}, expected a source and a number, as in `{next(iter(sources))}:0`{hint}"
+        )
+    count = sources[name].train.n_documents
+    if int(number) >= count:
+        raise UserError(f"--document: {name} has {count:,} training documents, numbered from 0; got {number}")
+    return sources[name], int(number)
+
+
+def _decoded(dataset: Dataset, stream: Any, number: int, *, whole: bool = False) -> str:
     ids = stream.document(number)
+    if whole:
+        return dataset.tokenizer.decode(ids.tolist())
     text = dataset.tokenizer.decode(ids[:_SAMPLE_TOKENS].tolist())
     return text + (" …" if len(ids) > _SAMPLE_TOKENS else "")
 

@@ -14,6 +14,7 @@ from modelworks.config.batch_checks import ramp_problems, scaling_problems, unus
 from modelworks.config.batches import BatchSizes
 from modelworks.config.counts import parameter_shapes
 from modelworks.config.errors import Problem, nearest
+from modelworks.config.health import LADDERS
 from modelworks.config.model import ModelConfig
 from modelworks.config.mup import mup_optimizer_problems
 from modelworks.config.optimizers import HABITS, SPECIFIC, users_of
@@ -121,8 +122,13 @@ def _unused_in_health(health: HealthConfig) -> Iterator[tuple[str, str]]:
             yield f"health.{key}", f"it says what a spike is, {because}"
     if health.spikes in ("off", "warn", "skip"):
         yield "health.calm", f"it is for answers beyond skip, {because}"
-    if health.spikes not in ("slow", "stop"):
-        yield "health.slow_factor", f"the rate is lowered by slow and stop, {because}"
+    if "slow" not in LADDERS.get(health.spikes, ()):
+        yield "health.slow_factor", f"the rate is lowered by slow, rollback and stop, {because}"
+    if not health.judgements:
+        yield "health.overfitting", "health.judgements is false, so nothing is judged"
+    if health.spikes != "rollback":
+        for key in ("rollback_from", "rollback_limit"):
+            yield f"health.{key}", f"only rollback goes back to an earlier state, {because}"
 
 
 def _unused_in_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:

@@ -25,13 +25,17 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
-        self._event, self._summary = Event, summary
+        self._event, self._session, self._summary = Event, SessionLog, summary
         directory.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._records: Any = RecordWriter((directory / name).open("ab"))
         self._write(file_version="brain.Event:2")
         if purge_step is not None:
-            self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+            self.purge(purge_step)
+
+    def purge(self, step: int) -> None:
+        """What was said so far of this step and later is superseded."""
+        self._write(step=step, session_log=self._session(status=self._session.START))
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         self._write(step=step, summary=self._summary.scalar(name, value))

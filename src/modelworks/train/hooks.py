@@ -81,7 +81,7 @@ class Validation:
     samples: list[tuple[str, str]] = field(default_factory=list)  # (prompt, text) of the latest evaluation
 
     def after_step(self, state: TrainState, done: StepDone) -> None:
-        if done.last or (done.step % self.derived.evaluate_every == 0 and not done.stopping):
+        if done.last or (done.step % self.derived.evaluate_every == 0 and not (done.stopping or done.undone)):
             self.run(state)
 
     def catch_up(self, state: TrainState) -> None:
@@ -135,7 +135,7 @@ class Questions:
     evaluate: Callable[[TrainState], dict[str, float]]
 
     def after_step(self, state: TrainState, done: StepDone) -> None:
-        if done.last or (self.every and done.step % self.every == 0 and not done.stopping):
+        if done.last or (self.every and done.step % self.every == 0 and not (done.stopping or done.undone)):
             try:
                 figures = self.evaluate(state)
             except UserError as error:  # a question that does not fit the model is no reason to lose the run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,17 +19,19 @@ from rich.console import Console
 
 from modelworks.checkpoint import Storage, open_storage
 from modelworks.config import RunConfig, UserError, training_flops_per_token
-from modelworks.data import Dataset, compression_baselines, validation_batches
+from modelworks.data import Batch, Dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine
 from modelworks.layout import Layout, check_layout
 from modelworks.parallel import Mesh, single_process
 from modelworks.train import run_directory
 from modelworks.train.beginning import job_peak, print_decisions, record_start
-from modelworks.train.derivation import Derived
+from modelworks.train.derivation import Decision, Derived
 from modelworks.train.evaluation.samples import choose_prompts
 from modelworks.train.experts import whole_model
 from modelworks.train.forecast import Forecaster, compare_forecast, say_forecast
+from modelworks.train.health.judging import Judging
 from modelworks.train.health.records import HealthRecords
+from modelworks.train.health.stop_report import STOP_REPORT, write_stop_report
 from modelworks.train.hooks import Questions, Recording, Validation, describe_speed
 from modelworks.train.loop import Hook, TrainingFailed, run_steps
 from modelworks.train.one_rank import on_rank_0
@@ -39,7 +41,9 @@ from modelworks.train.ready import Start
 from modelworks.train.recording import MemoryMeter, RunLog
 from modelworks.train.result import Result, build_result, with_earlier_figures
 from modelworks.train.resuming import places_left
+from modelworks.train.rollback import Rollbacks
 from modelworks.train.saving import Checkpoints, build_checkpoints
+from modelworks.train.snapshots import choose_place
 from modelworks.train.split_records import SplitRecords
 from modelworks.train.state import TrainState
 from modelworks.train.step import data_rows
@@ -84,13 +88,17 @@ def train(
         start = Start(config, run_dir, mesh, console, resume, machine, held)
         prepared, state, memory, memory_report = start.begin()
         earlier_summary = run_directory.read_summary(run_dir) if not overwrite else {}
-        on_rank_0(mesh, lambda: _take_over(run_dir, prepared, storage, state.step, console, overwrite=overwrite))
+        prepared.loader.skips = state.skips
+        states = None
+        if config.health.spikes == "rollback":
+            states = choose_place(state, config.health.rollback_from, prepared.ranks_here)
+        on_rank_0(mesh, lambda: _take_over(run_dir, prepared, storage, state, console, overwrite=overwrite))
         log = RunLog(run_dir if mesh.is_main else None, first_step=state.step)
         held.callback(log.close)
         _say_and_record(prepared, state, log, console)
         peak = job_peak(prepared.derived, prepared.machine, prepared.n_hosts)
         saved = None if trial else storage
-        hooks = _build_hooks(prepared, state, run_dir, saved, log, memory, console, peak.flops, further)
+        hooks = _build_hooks(prepared, state, run_dir, saved, log, memory, console, peak.flops, states, further)
         memory_report.kept = hooks.checkpoints.kept
         baselines = {} if trial else on_rank_0(mesh, lambda: _baselines(config, prepared.dataset, console))
         record_start(log, state, prepared.derived, baselines, prepared.machine, peak)
@@ -137,24 +145,29 @@ class _Hooks:
     validation: Validation
     questions: Questions | None
     checkpoints: Checkpoints
+    rollbacks: Rollbacks | None
+    judging: Judging | None
+    run_dir: Path
     further: Sequence[Hook]
 
     @property
     def all(self) -> list[Hook]:
         # Records of the split before the evaluation, which goes through the same executor.
-        own = (self.recording, self.health, self.split, self.validation, self.questions, self.checkpoints)
+        before = (self.recording, self.health, self.split, self.validation, self.questions, self.judging)
+        own = (*before, self.checkpoints, self.rollbacks)
         return [*(hook for hook in own if hook is not None), *self.further]
 
 
 def _take_over(
-    run_dir: Path, prepared: Prepared, storage: Storage, step: int, console: Console, *, overwrite: bool
+    run_dir: Path, prepared: Prepared, storage: Storage, state: TrainState, console: Console, *, overwrite: bool
 ) -> None:
     """The directory is this run's from here on."""
     try:
         if overwrite:
             _start_over(run_dir, storage, console)
-        run_directory.cut_records(run_dir / "records.jsonl", step)
-        (run_dir / "summary.json").unlink(missing_ok=True)
+        run_directory.cut_records(run_dir / "records.jsonl", state.step, len(state.skips.history))
+        for name in ("summary.json", STOP_REPORT):
+            (run_dir / name).unlink(missing_ok=True)
         run_directory.write_config(run_dir, prepared.derived.config)
     except OSError as error:
         raise UserError(f"{error.filename or run_dir}: cannot be changed: {error.strerror or error}") from None
@@ -194,8 +207,10 @@ def _build_hooks(
     memory: MemoryMeter,
     console: Console,
     peak_flops: float,
+    states: Decision | None,
     further: Sequence[Hook],
 ) -> _Hooks:
+    """states: where those to go back to are kept; None: nowhere."""
     derived, dataset, loader = prepared.derived, prepared.dataset, prepared.loader
     config = derived.config
     terminal = Terminal(console, total_steps=derived.total_steps, log_every=config.train.log_every)
@@ -209,15 +224,23 @@ def _build_hooks(
     )
     prompts = choose_prompts(config.evaluate.prompts, dataset, config.evaluate.samples)
     questions = _questions(prepared.tasks, derived, dataset.tokenizer)
+    checkpoints = build_checkpoints(derived, state, dataset, log, terminal, storage, prepared.resumed)
+    rollbacks = None
+    if states:
+        rollbacks = Rollbacks(config, run_dir, loader, checkpoints, log, terminal, states)
+    health = HealthRecords(log, terminal, loader, state.model.mesh) if state.watch else None
     return _Hooks(
         log,
         terminal,
         recording=Recording(log, terminal, memory, loader, flops, peak_flops),
-        health=HealthRecords(log, terminal, loader, state.model.mesh) if state.watch else None,
+        health=health,
         split=SplitRecords(log, derived, state, run_dir) if state.model.mesh.layout.world_size > 1 else None,
         validation=Validation(log, terminal, derived, text, dataset, loader, prompts),
         questions=Questions(log, terminal, derived.tasks_every, questions) if questions else None,
-        checkpoints=build_checkpoints(derived, state, dataset, log, terminal, storage, prepared.resumed),
+        checkpoints=checkpoints,
+        rollbacks=rollbacks,
+        judging=Judging(log, terminal, health) if health and config.health.judgements else None,
+        run_dir=run_dir,
         further=further,
     )
 
@@ -229,20 +252,53 @@ def _run(prepared: Prepared, state: TrainState, hooks: _Hooks, profile: Profile)
         hooks.terminal.start(state.step)
         hooks.validation.catch_up(state)
         hooks.checkpoints.catch_up(state)
+        if hooks.rollbacks:
+            hooks.rollbacks.begin(state)
         try:
-            batches = loader.iterate(state.step, lambda step: data_rows(state.model, derived.batches.rows(step)))
-            run_steps(state, derived, batches, [*hooks.all, profiling], stop)
+            while spike := run_steps(state, derived, _batches(prepared, state), [*hooks.all, profiling], stop):
+                assert hooks.rollbacks is not None
+                hooks.rollbacks.go_back(state, spike)
         except TrainingFailed as error:
-            hooks.log.event(state.step, "warning", str(error))
-            hooks.checkpoints.stop(state)
-            raise TrainingFailed(f"{error}; {hooks.checkpoints.kept()}") from error
+            kept = _tell_failure(prepared, state, hooks, error)
+            raise TrainingFailed(f"{error}; {kept}") from error
         # Saved, or being saved, unless a signal stopped the run between two checkpoints.
         hooks.checkpoints.stop(state, lambda: stop.deadline(derived.config.checkpoint.grace))
     if profiling.table:
         hooks.terminal.console.print(profiling.table, markup=False)
-    if state.step < derived.total_steps and stop.signal is None:
+    early = state.watch is not None and state.watch.ended
+    if state.step < derived.total_steps and stop.signal is None and not early:
         stop.signal = signal.SIGTERM  # another rank was told, and all have agreed
     return stop
+
+
+def _batches(prepared: Prepared, state: TrainState) -> Iterator[Batch]:
+    """This rank's rows, from the present step on."""
+    sizes, model = prepared.derived.batches, state.model
+    return prepared.loader.iterate(state.step, lambda step: data_rows(model, sizes.rows(step)))
+
+
+def _tell_failure(prepared: Prepared, state: TrainState, hooks: _Hooks, error: TrainingFailed) -> str:
+    """Save what is worth it, and write the stop report. Returns in words what there is to go back to."""
+    log, checkpoints = hooks.log, hooks.checkpoints
+    log.event(state.step, "warning", str(error))
+    if error.judgement:
+        assert state.watch is not None
+        assert state.watch.monitor is not None
+        checkpoints.finish(state)  # and no more: its weights may be ruined
+        kept = checkpoints.kept_until(state, state.watch.monitor.good_before(state.step))
+    else:
+        checkpoints.stop(state)
+        kept = checkpoints.kept()
+    if hooks.health and error.bad:
+        hooks.health.tell_failed(state.step + 1, error.bad)
+    if state.model.mesh.is_main and (error.judgement or error.bad):
+        try:
+            path = write_stop_report(hooks.run_dir, state.step, str(error), kept, prepared.dataset)
+        except OSError as problem:
+            log.event(state.step, "warning", f"{problem.filename}: cannot be written ({problem.strerror})")
+        else:
+            kept += f"; the batches, their documents and what to do: {path}"
+    return kept
 
 
 def _end(run_dir: Path, result: Result, recording: Recording, console: Console) -> None:

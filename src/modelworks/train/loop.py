@@ -24,7 +24,14 @@ _REMEDY = "nothing was updated. A lower optimizer.lr, a longer schedule.warmup o
 
 
 class TrainingFailed(Exception):
-    """The run cannot go on, and it is not a mistake in the configuration; the message says what was kept."""
+    """The run cannot go on, and it is not a mistake in the configuration; the message says what was kept.
+
+    judgement: of the step that ended it, where the answers to spikes are used up: its state may be ruined. bad: of a
+    step that was not finite, and changed nothing."""
+
+    def __init__(self, message: str, judgement: Judgement | None = None, bad: NonFiniteStep | None = None) -> None:
+        super().__init__(message)
+        self.judgement, self.bad = judgement, bad
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class StepDone:
     """step: updates asked for so far, this one included. seconds: the step alone, with its wait for data.
 
     waited: seconds of it in which this process waited for other ranks. sent: (axis, kind of collective) -> what this
-    rank sent in it.
+    rank sent in it. undone: the run goes back behind this step, so that nothing is worth evaluating or saving.
     """
 
     step: int
@@ -43,6 +50,7 @@ class StepDone:
     stopping: bool  # asked to stop: nothing but saving should follow
     sent: dict[tuple[str, str], Volume] = field(default_factory=dict)
     waited: float = 0.0
+    undone: bool = False
 
 
 class Hook(Protocol):
@@ -51,9 +59,10 @@ class Hook(Protocol):
 
 def run_steps(
     state: TrainState, derived: Derived, batches: Iterable[Batch], hooks: Sequence[Hook], stop: StopRequest
-) -> None:
+) -> Judgement | None:
     """Train from `state.step` to the end, or until asked to stop. batches: this rank's rows, from that step on.
 
+    Returns the judgement of a step behind which the run has to go back, which is the caller's business; else None.
     All ranks stop at the same step: a signal that one of them got is everybody's.
     Raises TrainingFailed, with the state as it was before the bad step, when loss or gradients are not finite.
     """
@@ -61,7 +70,7 @@ def run_steps(
     state.model.train()
     source = iter(batches)
     stopping = agree(stop.requested, mesh)
-    while state.step < derived.total_steps and not stopping:
+    while state.step < derived.total_steps and not stopping and not (state.watch and state.watch.ended):
         started, waited = time.perf_counter(), mesh.labels.waited_seconds
         mesh.traffic.take()
         mesh.labels.step(state.step + 1)
@@ -85,42 +94,48 @@ def run_steps(
                 watch=state.watch,
             )
         except NonFiniteStep as error:
-            raise TrainingFailed(_explain(error, state.step, derived)) from error
+            raise TrainingFailed(_explain(error, state, derived), bad=error) from error
         except FloatingPointError as error:  # fp16 whose loss scale cannot fall any lower
             raise TrainingFailed(f"step {state.step + 1}: {error}; {_REMEDY}") from error
         state.step += 1
         state.metrics = {}
         stopping = agree(stop.requested, mesh)
         mesh.labels.doing("records, evaluation, checkpoint")
+        undone = result.judgement is not None and result.judgement.good is not None
         done = StepDone(
             state.step,
             result,
             lr,
             time.perf_counter() - started,
-            last=state.step == derived.total_steps,
+            last=state.step == derived.total_steps and not undone,
             stopping=stopping,
             sent=mesh.traffic.take(),
             waited=mesh.labels.waited_seconds - waited,
+            undone=undone,
         )
         for hook in hooks:
             hook.after_step(state, done)
         if result.judgement and result.judgement.stops:
-            raise TrainingFailed(_stopped(result.judgement, state.step))
+            raise TrainingFailed(_stopped(result.judgement, state.step), result.judgement)
+        if undone:
+            return result.judgement
+    return None
 
 
 def _stopped(judgement: Judgement, step: int) -> str:
     steps = ", ".join(map(str, judgement.steps))
     return (
         f"step {step}: {judgement.reason}; health.spikes: the answers to spikes are used up (steps {steps}, whose "
-        "updates were left out); their samples and documents are in the records and the report"
+        "updates were left out)"
     )
 
 
-def _explain(error: NonFiniteStep, step: int, derived: Derived) -> str:
-    before = derived.batches.first_sample(step)
+def _explain(error: NonFiniteStep, state: TrainState, derived: Derived) -> str:
+    step = state.step
     what = f"step {step + 1}: the loss is {error.loss} and the gradient norm {error.grad_norm}"
     where = ""
     if error.rows:
+        begin = derived.batches.first_sample(step) + state.skips.before(step)
         first, end = error.rows
-        where = f" (first in samples {before + first} to {before + end - 1})"
+        where = f" (first in samples {begin + first} to {begin + end - 1})"
     return f"{what}{where}; {_REMEDY}"

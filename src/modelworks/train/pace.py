@@ -25,6 +25,9 @@ class Pace(Protocol):
     def began(self) -> None:
         """A save began, whatever it was for."""
 
+    def went_back(self, step: int) -> None:
+        """The run goes on from an earlier step."""
+
     def learn(self, stall: float, write: float) -> Interval | None:
         """What a save has cost, in seconds (`best_interval`); a new interval where it is worth telling."""
 
@@ -39,6 +42,9 @@ class EverySteps:
         return step % self.every == 0
 
     def began(self) -> None:
+        pass
+
+    def went_back(self, step: int) -> None:
         pass
 
     def learn(self, stall: float, write: float) -> Interval | None:
@@ -69,6 +75,10 @@ class EveryInterval:
 
     def began(self) -> None:
         self._last_save = self._clock()
+
+    def went_back(self, step: int) -> None:
+        self._last_meeting = self._clock()
+        self._met_at, self._next_meeting = step, step + 1
 
     def learn(self, stall: float, write: float) -> Interval | None:
         self.interval = best_interval(stall, write, self._rate)

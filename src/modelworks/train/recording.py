@@ -54,6 +54,12 @@ class RunLog:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         self.write(Record(step, name, text, kind="event"))
 
+    def went_back(self, step: int) -> None:
+        """Steps after this one are made again. Their rows stay in `records.jsonl`, before the event `rollback`."""
+        with self._board_may_fail():
+            if self._path is not None and self._board is not None:
+                self._board.purge(step + 1)
+
     def write(self, *records: Record) -> None:
         if self._path is None:
             return

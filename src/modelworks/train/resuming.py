@@ -20,10 +20,12 @@ from modelworks.checkpoint import (
     CheckpointError,
     LocalStorage,
     Storage,
+    complete_checkpoints,
     configured_storage,
     names_in,
     open_checkpoint,
     open_storage,
+    step_number,
 )
 from modelworks.config import RunConfig, UserError
 from modelworks.records import read_records
@@ -131,6 +133,16 @@ def find_candidate(
         )
     console.print(f"no checkpoint in {run_dir} yet: starting from the beginning", markup=False)
     return None
+
+
+def candidates_until(config: RunConfig, run_dir: Path, step: int) -> list[Candidate]:
+    """Checkpoints of this run that are complete by their structure and of that step or an earlier one, newest first."""
+    found = []
+    for place in _places(config, run_dir):
+        with contextlib.suppress(OSError):
+            names = complete_checkpoints(open_storage(place))
+            found += [(step_number(name), Candidate(place, name)) for name in names if step_number(name) <= step]
+    return [candidate for _, candidate in sorted(found, key=lambda row: row[0], reverse=True)]
 
 
 def places_left(run_dir: Path) -> list[str]:

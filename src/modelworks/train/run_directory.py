@@ -4,7 +4,8 @@
 
 A run holds `lock` (`LockFile`) while it uses the directory; the lock dies with the process, so a killed run leaves
 nothing to clean up. Going on from the checkpoint of step c cuts `records.jsonl` after step c: the rows behind it
-are of updates that are about to be made again, and are written again.
+are of updates that are about to be made again, and are written again. Rows of steps that the run itself went back
+behind, before it came to c, are kept: its event `rollback` follows them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _CONTENTS = (
     "records.jsonl",
     "summary.json",
     "report.html",
+    "stopped.md",
     "tensorboard",
     "profile",
 )
@@ -88,15 +90,23 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def cut_records(path: Path, step: int) -> int:
-    """Drop the records after `step`, and lines that are none (torn, damaged); returns how many were dropped."""
+def cut_records(path: Path, step: int, rollbacks: int = 0) -> int:
+    """Drop the records after `step`, and lines that are none (torn, damaged); returns how many were dropped.
+
+    rollbacks: how often the run had gone back when it came to that step.
+    """
     if not path.exists():
         return 0
-    kept, dropped = [], 0
+    kept, dropped, seen = [], 0, 0
     with path.open("rb") as lines:
         for line in lines:
             try:
-                keep = line.endswith(b"\n") and json.loads(line)["step"] <= step
+                row = json.loads(line)
+                # In the order of writing: behind the last rollback that counts, all that is of no later step.
+                keep = line.endswith(b"\n") and (seen < rollbacks or (seen == rollbacks and row["step"] <= step))
+                if row["name"] == "rollback":
+                    seen += 1
+                    keep = keep and seen <= rollbacks
             except (ValueError, KeyError, TypeError):
                 keep = False
             if keep:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modelworks.train.health import Monitor, NoiseScale
+from modelworks.data import Skips
+from modelworks.train.health import Judge, Monitor, NoiseScale
 from modelworks.train.precision import LossScaler
 
 _SHOWN = 80  # characters of a value that makes no sense
@@ -63,6 +64,24 @@ class SavedValues:
             noise.load_state(state)
         except (KeyError, TypeError, ValueError):
             raise _wrong("noise", state, "averages that a run saved, or null") from None
+
+    def set_judge(self, judge: Judge) -> None:
+        """A run that was not judged has no course: the judge then begins anew."""
+        state = self.values.get("judgements")
+        if state is None:
+            return
+        try:
+            judge.load_state(state)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            raise _wrong("judgements", state, "what a judge saved, or null") from None
+
+    def set_skips(self, skips: Skips) -> None:
+        """A run that never went back left nothing out."""
+        state = self.values.get("skips", [])
+        try:
+            skips.load_state(state)
+        except (TypeError, ValueError):
+            raise _wrong("skips", state, "rows of [spike, good, first, end], whole numbers") from None
 
     def _get(self, key: str) -> Any:
         if key not in self.values:

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from modelworks.checkpoint import Outcome, Retention, Saver, Storage
+from modelworks.checkpoint import Outcome, Retention, Saver, Storage, complete_checkpoints, step_number
 from modelworks.config import describe_seconds, failure_rate
 from modelworks.data import Dataset
 from modelworks.train.derivation import Decision, Derived
 from modelworks.train.loop import StepDone
+from modelworks.train.one_rank import on_rank_0
 from modelworks.train.pace import EveryInterval, EverySteps, Pace
 from modelworks.train.recording import RunLog
 from modelworks.train.resuming import Found
@@ -38,9 +39,11 @@ class Checkpoints:
     log: RunLog
     terminal: Terminal
     derived: Derived
-    saver: Saver | None  # None: nothing is ever saved
+    saver: Saver | None
     pace: Pace
     dataset: Dataset
+    storage: Storage | None  # None: nothing is ever saved
+    retention: Retention | None
     latest: str | None = None
     latest_step: int | None = None
     failed: bool = False
@@ -55,7 +58,7 @@ class Checkpoints:
         if self.saver.in_flight:
             self._take(state, self.saver.poll())
         due = self.pace.is_due(done.step)
-        if done.stopping and not done.last:
+        if done.undone or (done.stopping and not done.last):
             return  # `stop` decides whether there is time to save
         keep_every = self.derived.keep_every
         milestone = keep_every is not None and done.step % keep_every == 0
@@ -89,10 +92,27 @@ class Checkpoints:
             self.log.figure(state.step, "checkpoint/waited_seconds", waited, "s")
         self.pace.began()
         self._saved_step = state.step
+        if self.retention:
+            self.retention.back_to = _earliest_needed(state)
         begun = self.saver.begin(state.step, state.shards, state.identity(self.derived.config, self.dataset))
         self._staging = begun.buffer
         if not self.derived.config.checkpoint.async_:
             self._take(state, self.saver.wait())
+
+    def went_back(self, state: TrainState) -> None:
+        """The run goes on from `state.step`: what was saved behind it is of steps that did not happen, and is removed.
+        All ranks call it, with no save in flight."""
+        storage = self.storage
+        if storage is None:
+            return
+        self.pace.went_back(state.step)
+        problem, left = on_rank_0(state.model.mesh, lambda: _forget_after(storage, state.step))
+        if problem:
+            self._warn(state, state.step, problem)
+        self.latest = storage.folder(left).label if left else None
+        self.latest_step = step_number(left) if left else None
+        self._saved_step = -1 if self.latest_step is None else self.latest_step
+        self._failed_step = -1
 
     def finish(self, state: TrainState) -> None:
         """Wait for the save in flight, if there is one."""
@@ -118,6 +138,15 @@ class Checkpoints:
     def kept(self) -> str:
         """In words, what a reader can go back to."""
         return f"the last good checkpoint is {_name(self.latest)}" if self.latest else "there is no checkpoint yet"
+
+    def kept_until(self, state: TrainState, step: int) -> str:
+        """In words, the newest checkpoint of that step or an earlier one, and which are newer. All ranks call it."""
+        storage = self.storage
+        names = on_rank_0(state.model.mesh, lambda: list(complete_checkpoints(storage))) if storage else []
+        good = [name for name in names if step_number(name) <= step]
+        newer = [name for name in names if name not in good]
+        text = f"the last good checkpoint is {good[-1]}" if good else f"there is no checkpoint of step {step} or before"
+        return f"{text}; what came after may be ruined ({', '.join(newer)})" if newer else text
 
     def _take(self, state: TrainState, outcome: Outcome | None) -> None:
         """Say and record how a save ended; None: it has not."""
@@ -185,7 +214,7 @@ def build_checkpoints(
     removed."""
     config, mesh = derived.config, state.model.mesh
     if storage is None:
-        return Checkpoints(log, terminal, derived, None, _pace(derived, state), dataset)
+        return Checkpoints(log, terminal, derived, None, _pace(derived, state), dataset, None, None)
     settings = config.checkpoint
     goes_on_here = resumed is not None and storage.folder(resumed.candidate.name).label == resumed.checkpoint.label
     retention = Retention(
@@ -197,12 +226,35 @@ def build_checkpoints(
     )
     _ = state.shards  # worked out here and not in the first save: for hundreds of ranks that takes seconds
     saver = Saver(mesh, storage, background=settings.async_, staging_limit=settings.staging, retention=retention)
-    checkpoints = Checkpoints(log, terminal, derived, saver, _pace(derived, state), dataset)
+    checkpoints = Checkpoints(log, terminal, derived, saver, _pace(derived, state), dataset, storage, retention)
     if resumed:
         checkpoints.latest, checkpoints.latest_step = resumed.checkpoint.label, resumed.checkpoint.step
         if goes_on_here:
             checkpoints._saved_step = resumed.checkpoint.step
     return checkpoints
+
+
+def _earliest_needed(state: TrainState) -> int | None:
+    """The earliest step that the run may yet go back to, or a reader of its stop report; None where that is no rung."""
+    monitor = state.watch.monitor if state.watch else None
+    if monitor is None or monitor.config.spikes not in ("rollback", "stop"):
+        return None
+    return monitor.good_before(state.step + 1)
+
+
+def _forget_after(storage: Storage, step: int) -> tuple[str, str | None]:
+    """(what went wrong, the newest complete one that is left)."""
+    problem = ""
+    try:
+        for name in storage.checkpoints():
+            if step_number(name) > step:
+                storage.remove(name)
+    except OSError as error:
+        problem = f"checkpoints of undone steps could not be removed ({error.strerror or error})"
+    left = [name for name in complete_checkpoints(storage) if step_number(name) <= step]
+    if left and not problem:
+        storage.point_latest(left[-1])
+    return problem, left[-1] if left else None
 
 
 def _pace(derived: Derived, state: TrainState) -> Pace:

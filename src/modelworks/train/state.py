@@ -1,8 +1,8 @@
 """`TrainState`: all that changes while a run trains, and how it is saved and restored.
 
 A schedule and a loader are functions of the step, and dropout masks of their place, so the state is: the model, the
-optimiser with its count of updates, the loss scale, the biases that balance experts, the step, and the best evaluation
-so far. A run that restores it goes on bit for bit as if it had never stopped.
+optimiser with its count of updates, the loss scale, the biases that balance experts, the step, the data that was left
+out, and the best evaluation so far. A run that restores it goes on bit for bit as if it had never stopped.
 
 What is saved are parts of logical tensors under their full names, so that a checkpoint does not depend on the layout
 that wrote it, and a rank of any layout reads just the slices that it needs.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from modelworks.checkpoint import Identity, Owners, Shard, whole_shards
 from modelworks.config import RunConfig
-from modelworks.data import Dataset
+from modelworks.data import Dataset, Skips
 from modelworks.layout import ShardSpec
 from modelworks.models import routing_state
 from modelworks.optim import Optimizer
@@ -37,7 +37,7 @@ class TrainState:
 
     metrics: what was evaluated at this very step, empty at most steps; saved with it, so that the best checkpoint is
     the one that was evaluated. resumed_from: the checkpoint that it became, by path or URL, for people.
-    watch: judges and measures steps.
+    watch: judges and measures steps. skips: the data that the run left out when it went back; the loader's own.
     """
 
     model: SplitModel
@@ -48,6 +48,7 @@ class TrainState:
     metrics: dict[str, float] = field(default_factory=dict)
     resumed_from: str | None = None
     watch: Watch | None = None
+    skips: Skips = field(default_factory=Skips)
 
     @cached_property
     def shards(self) -> list[Shard]:
@@ -68,7 +69,7 @@ class TrainState:
         return Identity.of_run(
             config,
             world_size=self.model.mesh.layout.world_size,
-            state={**self._values(), "dataset": dataset.key, "resumed_from": self.resumed_from},
+            state={**self.values(), "dataset": dataset.key, "resumed_from": self.resumed_from},
             metrics=dict(self.metrics),
             tokenizer=dataset.tokenizer_directory,
         )
@@ -80,13 +81,8 @@ class TrainState:
         with reader.noting("its training state"):
             saved = SavedValues(checkpoint.state, checkpoint.step)
             self.optimizer.load_state(self._slices(reader), saved.updates())
-            if self.scaler:
-                saved.set_scale(self.scaler)
-            self.best = saved.best()
-            if self.watch and self.watch.monitor:
-                saved.set_health(self.watch.monitor)
-            if self.watch:
-                saved.set_noise(self.watch.noise)
+            self.take_values(saved)
+            saved.set_skips(self.skips)
             set_expert_biases(
                 self.model, {name: reader.whole("routing", name) for name in checkpoint.shapes("routing")}
             )
@@ -98,6 +94,36 @@ class TrainState:
         self.step = checkpoint.step
         self.resumed_from = checkpoint.label
         self.metrics = checkpoint.metrics
+
+    def reload(self, reader: CarefulReader) -> None:
+        """Become an earlier state of this very run, weights included. All ranks call it; raises as `restore` does."""
+        self.model.gradients.load(reader.fill)
+        self.restore(reader)
+
+    def take_values(self, saved: SavedValues) -> None:
+        """Become what a state said of itself (`values`) but for its tensors, its updates and what it skipped."""
+        if self.scaler:
+            saved.set_scale(self.scaler)
+        self.best = saved.best()
+        if self.watch and self.watch.monitor:
+            saved.set_health(self.watch.monitor)
+        if self.watch and self.watch.run_judge:
+            saved.set_judge(self.watch.run_judge)
+        if self.watch:
+            saved.set_noise(self.watch.noise)
+
+    def values(self) -> dict[str, Any]:
+        """Everything of a checkpoint's `state` that is no tensor: numbers, lists and text."""
+        return {
+            "updates": self.optimizer.updates,
+            "loader_step": self.step,
+            "loss_scaler": self.scaler.state() if self.scaler else None,
+            "health": self.watch.monitor.state() if self.watch and self.watch.monitor else None,
+            "noise": self.watch.noise.state() if self.watch else None,
+            "judgements": self.watch.run_judge.state() if self.watch and self.watch.run_judge else None,
+            "best": self.best and {"value": self.best[0], "step": self.best[1]},
+            "skips": self.skips.state(),
+        }
 
     def _slices(self, reader: CarefulReader) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the optimiser's tensors."""
@@ -119,13 +145,3 @@ class TrainState:
         parameters = self.model.stored_specs(rank)
         states = self.optimizer.state_specs(parameters)
         return parameters | {n: s for n, s in states.items() if s.bounds != parameters[n.rpartition("/")[0]].bounds}
-
-    def _values(self) -> dict[str, Any]:
-        return {
-            "updates": self.optimizer.updates,
-            "loader_step": self.step,
-            "loss_scaler": self.scaler.state() if self.scaler else None,
-            "health": self.watch.monitor.state() if self.watch and self.watch.monitor else None,
-            "noise": self.watch.noise.state() if self.watch else None,
-            "best": self.best and {"value": self.best[0], "step": self.best[1]},
-        }

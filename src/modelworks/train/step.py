@@ -167,7 +167,7 @@ def apply_gradients(
     refused = judgement is not None and not judgement.applied
     if scaler:
         scaler.update(overflowed=not good)
-    elif not good and (judgement is None or not refused or judgement.stops):
+    elif not good and not refused:
         model.gradients.end_step()
         raise NonFiniteStep(loss, norm, _bad_rows(model, gradients))
     routing: dict[str, float] = {}

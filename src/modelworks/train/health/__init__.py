@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from modelworks.train.health.detector import Detector, Drift, Spike
+from modelworks.train.health.judgements import Finding, Judge
 from modelworks.train.health.monitor import Judgement, Monitor
 from modelworks.train.health.noise import NoiseScale
 from modelworks.train.health.watch import Watch
 
-__all__ = ["Detector", "Drift", "Judgement", "Monitor", "NoiseScale", "Spike", "Watch"]
+__all__ = ["Detector", "Drift", "Finding", "Judge", "Judgement", "Monitor", "NoiseScale", "Spike", "Watch"]

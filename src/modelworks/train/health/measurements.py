@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from modelworks.parallel import Mesh
 from modelworks.records import Record
+from modelworks.train.health.layers import LayerFigures
 from modelworks.train.health.noise import NoiseEstimate, NoiseScale
 from modelworks.train.health.probes import StepFigures
 from modelworks.train.health.watch import Watch
@@ -31,16 +32,21 @@ class Measurements:
         self._steps = self._clipped = 0
         self._busy = 0.0
         self._told_of_no_noise = False
+        self.layers: LayerFigures | None = None  # at the last step, where they were measured
 
     def after_step(self, watch: Watch, done: StepDone) -> None:
         self._steps += 1
         self._busy += done.seconds - done.waited
         limit = watch.clip_at
         self._clipped += limit is not None and done.result.grad_norm > limit
-        probes = watch.measures
+        probes, self.layers = watch.measures, None
+        if done.undone:  # the next step is an earlier one
+            self._steps, self._clipped, self._busy = 0, 0, 0.0
+            return
         if probes is None:
             return
         figures, step = probes.collect(self._busy / self._steps), done.step
+        self.layers = figures.layers
         self._write_layers(step, figures, applied=done.result.applied)
         self._log.figure(step, "health/clipped", self._clipped / self._steps)
         self._write_noise(step, figures.noise, watch.noise)

@@ -5,11 +5,21 @@ The answers are rungs of a ladder, each with those before it, up to the one that
     skip    the update of this step is left out: weights, optimiser state and its count of updates stay as they are
     clip    and for `calm` steps gradients are clipped at the usual norm, where that is below train.grad_clip
     slow    and for `calm` steps the rate is `slow_factor` times the schedule's
-    stop    and the run ends, with the steps, their batches and their documents in the record
+    rollback  the run goes back to the state after an earlier step, and leaves out the data from there to `calm` batches
+            after this step; after `rollback_limit` times for the same trouble it stops
+    stop    the run ends, with the steps, their batches and their documents in the record
 
 A spike climbs one rung; after `calm` steps without one the next begins at the bottom. A skipped step keeps its place in
-the schedule and in the data: its batch is consumed. Everything is a function of losses and norms, which are the same on
-every rank, and of the state, which is saved with each checkpoint: a resumed run decides as the uninterrupted one.
+the schedule and in the data: its batch is consumed.
+
+The step to go back to is the last multiple of `calm` that lies at least `calm` steps before the first spike of the row:
+what has ruined the weights may have done so some steps before it showed. Going back about 100 steps and leaving out 200
+to 500 batches is what PaLM did (Chowdhery et al. 2022, 2204.02311, section 5.1), which saw no spike again at the same
+place.
+
+Everything is a function of losses and norms, which are the same on every rank, and of the state, which is saved with
+each checkpoint: a resumed run decides as the uninterrupted one. The state of going back outlives it: a run that is back
+at an earlier step still knows how often it went back, and from where.
 """
 
 from __future__ import annotations
@@ -18,20 +28,22 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelworks.config import RUNGS, HealthConfig, Rung
+from modelworks.config import LADDERS, HealthConfig, Rung
 from modelworks.train.health.detector import PATIENCE, Detector, Drift, Spike
 
 
 @dataclass(frozen=True)
 class Judgement:
     """Of one step. spikes: empty in a healthy one. answer: None where nothing is done. applied: whether its update may
-    be made. reason: in words. steps: the steps (from 1) of the present row of answers. drift: (loss now, lowest)."""
+    be made. reason: in words. steps: the steps (from 1) of the present row of answers. good: of a rollback, the steps
+    whose state is to be gone back to. drift: (loss now, lowest)."""
 
     spikes: list[Spike] = field(default_factory=list)
     answer: Rung | None = None
     applied: bool = True
     reason: str = ""
     steps: tuple[int, ...] = ()
+    good: int | None = None
     new_level: bool = False
     drift: tuple[float, float] | None = None
 
@@ -54,6 +66,7 @@ class Monitor:
         self._not_finite = 0  # in a row
         self._clip: tuple[int, float] | None = None  # (last step, norm)
         self._slow_until = 0
+        self.rollbacks: list[int] = []  # the spikes (from 1) that the run went back from, of the present trouble
 
     def rate_factor(self, step: int) -> float:
         """Times the schedule's rate. step: from 1."""
@@ -82,21 +95,44 @@ class Monitor:
         answer = self._climb(step)
         if self._not_finite >= PATIENCE:
             answer, reason = "stop", f"{PATIENCE} steps in a row were not finite ({reason})"
-        return Judgement(spikes, answer, False, reason, tuple(self._steps), drift=drift)
+        good = None
+        if answer == "rollback":
+            good = self.good_before(step)
+            self.rollbacks = [*self._of_this_trouble(step), step]
+            if len(self.rollbacks) > self.config.rollback_limit:
+                answer, good = "stop", None
+                reason = f"{reason}; {self.config.rollback_limit} rollbacks have not helped"
+        return Judgement(spikes, answer, False, reason, tuple(self._steps), good, drift=drift)
+
+    def good_before(self, step: int) -> int:
+        """Steps whose state is from before the damage, should `step` (from 1) be a spike. It never falls while the run
+        goes on, so older states are not needed any more."""
+        first = self._steps[0] if self.in_a_row(step) else step
+        return max(0, first - 1 - self.config.calm) // self.config.calm * self.config.calm
+
+    def in_a_row(self, step: int) -> bool:
+        """Whether a spike at this step (from 1) would be one of the present row."""
+        return self._rung is not None and step - self._steps[-1] <= self.config.calm
+
+    def _of_this_trouble(self, step: int) -> list[int]:
+        """The rollbacks so far, where a spike at this step is at most `calm` steps later than the last one's."""
+        return self.rollbacks if self.rollbacks and step - self.rollbacks[-1] <= self.config.calm else []
 
     def _climb(self, step: int) -> Rung:
-        top = RUNGS.index(self.config.spikes)
-        if self._rung is None or step - self._steps[-1] > self.config.calm:
-            self._rung, self._steps = 0, []
+        ladder = LADDERS[self.config.spikes]
+        if self.in_a_row(step):
+            assert self._rung is not None
+            self._rung = min(self._rung + 1, len(ladder) - 1)
         else:
-            self._rung = min(self._rung + 1, top)
+            self._rung, self._steps = 0, []
         self._steps = [*self._steps, step][-PATIENCE:]
         usual = self._detector.norm.typical
-        if self._rung >= RUNGS.index("clip") and usual is not None:
+        reached = ladder[: self._rung + 1]
+        if "clip" in reached and usual is not None:
             self._clip = (step + self.config.calm, usual)
-        if self._rung >= RUNGS.index("slow"):
+        if "slow" in reached:
             self._slow_until = step + self.config.calm
-        return RUNGS[self._rung]
+        return ladder[self._rung]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -108,6 +144,7 @@ class Monitor:
             "not_finite": self._not_finite,
             "clip": self._clip and list(self._clip),
             "slow_until": self._slow_until,
+            "rollbacks": list(self.rollbacks),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -115,7 +152,7 @@ class Monitor:
         self._detector.load_state(state["detector"])
         self._drift.load_state(state["drift"])
         rung, steps, clip = state["rung"], [_count(step) for step in state["steps"]], state["clip"]
-        if (rung is None) != (not steps) or (rung is not None and _count(rung) >= len(RUNGS)):
+        if (rung is None) != (not steps) or (rung is not None and _count(rung) > 3):
             raise ValueError("a rung is a place in the ladder, and comes with its steps")
         self._clip = None
         if clip is not None:
@@ -124,6 +161,7 @@ class Monitor:
                 raise ValueError("a norm is above 0")
             self._clip = (_count(until), float(norm))
         self._rung, self._steps = rung, steps
+        self.rollbacks = [_count(step) for step in state.get("rollbacks", [])]
         self._not_finite, self._slow_until = _count(state["not_finite"]), _count(state["slow_until"])
 
 

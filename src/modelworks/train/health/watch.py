@@ -10,6 +10,7 @@ from modelworks.config import RunConfig
 from modelworks.data.batch import Batch
 from modelworks.optim import Optimizer
 from modelworks.parallel import SplitModel
+from modelworks.train.health.judgements import Judge
 from modelworks.train.health.monitor import Judgement, Monitor
 from modelworks.train.health.noise import NoiseScale
 from modelworks.train.health.probes import Probes
@@ -17,7 +18,7 @@ from modelworks.train.health.probes import Probes
 
 class Watch:
     """monitor: judges steps; None: nobody does. probes: what is measured; None where that is never wanted. noise: the
-    average of what they found of the gradient's noise."""
+    average of what they found of the gradient's noise. run_judge: of the course of the run; None: nobody."""
 
     def __init__(self, config: RunConfig, model: SplitModel, optimizer: Optimizer, *, warmup_steps: int) -> None:
         health, grad_clip = config.health, config.train.grad_clip
@@ -26,10 +27,16 @@ class Watch:
             self.monitor = Monitor(health, warmup_steps=warmup_steps, grad_clip=grad_clip)
         self.probes = Probes(model) if health.layers_every else None
         self.noise = NoiseScale()
+        self.run_judge = Judge(health, warmup_steps=warmup_steps) if health.judgements else None
         self._every, self._grad_clip = health.layers_every, grad_clip
         self._model, self._optimizer = model, optimizer
         self._updated: dict[str, Tensor] | None = None
         self.step = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is to end before its last step. A resumed run is told so at once."""
+        return self.run_judge is not None and self.run_judge.ends
 
     def begin(self, step: int) -> None:
         """step: the one that comes, from 1."""

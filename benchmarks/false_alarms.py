@@ -1,0 +1,148 @@
+"""How often a run without trouble is called ill, and how often trouble is found: spikes and the judge's findings.
+
+    python -m benchmarks.false_alarms [--simulated N] [--real N]
+
+Simulated runs have heavy tails and seeds that no limit was chosen on. Real ones are short trainings of a tiny Llama on
+this repository's documentation, with a seed each; nothing is wrong with them, but that their text is small: the last
+of their steps go over it for the tenth time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks._results import write_results
+from benchmarks._simulated_runs import EVALUATIONS, LAYERS, STEPS, WARMUP, curves, evaluations, layers
+from modelworks.config import HealthConfig, parse_run_config
+from modelworks.train.health import Judge, Monitor
+
+FIRST_SEED = 1000
+KINDS = ("spike", "divergence", "overfitting", "plateau", "growing norm", "dead layer", "exploding layer", "drop")
+KINDS += ("off the law",)
+
+
+def judged(seed: int, plant: str | None = None) -> Iterator[str]:
+    """What is found in a simulated run, by kind; again and again for spikes. plant: trouble of that kind from the
+    middle of the run on."""
+    loss, norm = curves(seed)
+    val, score = evaluations(seed)
+    grads, moves = layers(seed)
+    draw, late = np.random.default_rng([seed, 3]), np.arange(STEPS) - STEPS // 2
+    noise = 1 + 0.02 * draw.standard_t(6, STEPS)
+    middle = STEPS // 2 + 17
+    match plant:
+        case "spike":
+            loss[middle] *= 2
+        case "divergence":
+            loss *= 1 + np.maximum(0, late) / STEPS
+        case "overfitting":
+            val *= 1 + 0.01 * np.maximum(0, np.arange(EVALUATIONS) - EVALUATIONS // 2)
+        case "plateau":
+            loss = np.where(late > 0, loss[STEPS // 2 - 20 : STEPS // 2].mean() * noise, loss)
+        case "growing norm":
+            norm *= np.exp(np.maximum(0, late + STEPS // 10) / STEPS * 4)
+        case "dead layer":
+            grads[len(grads) // 2 :, 4] *= 1e-8
+        case "exploding layer":
+            grads[len(grads) // 2 :, 4] *= np.exp(np.arange(len(grads) - len(grads) // 2) / 5)
+        case "drop":
+            val[EVALUATIONS // 2] *= 1.3
+        case "off the law":
+            loss *= 1 + 0.4 * np.maximum(0, late) / STEPS
+    health = HealthConfig()
+    monitor, judge = Monitor(health, warmup_steps=WARMUP, grad_clip=1.0), Judge(health, warmup_steps=WARMUP)
+    for step in range(1, STEPS + 1):
+        judgement = monitor.judge(step, float(loss[step - 1]), float(norm[step - 1]))
+        if judgement.spikes:
+            yield "spike"
+        else:
+            yield from (found.kind for found in judge.step(step, float(loss[step - 1]), float(norm[step - 1])))
+        if judgement.drift:
+            yield "divergence"
+        if step % 10 == 0:
+            row = step // 10 - 1
+            yield from (found.kind for found in judge.layers(LAYERS, grads[row].tolist(), moves[row].tolist()))
+        if step % (STEPS // EVALUATIONS) == 0:
+            place = step // (STEPS // EVALUATIONS) - 1
+            metrics = {"val_loss": float(val[place]), "eval/quiz/acc": float(score[place])}
+            yield from (found.kind for found in judge.evaluation(step, metrics))
+
+
+def simulated(count: int) -> dict[str, Any]:
+    """Runs with a false alarm, and runs in which what was planted was found, by kind."""
+    clean = [set(judged(seed)) for seed in range(FIRST_SEED, FIRST_SEED + count)]
+    planted = max(1, count // 5)
+    return {
+        "runs": count,
+        "false_alarms": {kind: sum(kind in found for found in clean) for kind in KINDS},
+        "planted": planted,
+        "found": {
+            kind: sum(kind in set(judged(seed, kind)) for seed in range(FIRST_SEED, FIRST_SEED + planted))
+            for kind in KINDS
+        },
+    }
+
+
+_REAL = """
+    model: {{n_layers: 2, d_model: 32, n_heads: 2, vocab_size: 512, max_seq_len: 64, d_ff: 64}}
+    data:
+      sources: [{{name: docs, type: text, path: "{texts}/*.md"}}]
+      tokenizer: {{train: bpe, vocab_size: 512}}
+      seq_len: 64
+      validation: 5%
+      cache: "{cache}"
+      workers: 1
+    train: {{duration: {steps} steps, global_batch: 8, precision: fp32, device: cpu}}
+    optimizer: {{lr: 3e-3}}
+    evaluate: {{every: 50 steps, samples: 0}}
+    checkpoint: {{every: 100000 steps}}
+"""
+
+
+def real(count: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Short trainings; how many of them were told of each kind."""
+    from modelworks.records import read_records
+    from modelworks.train import train
+
+    told: Counter[str] = Counter()
+    losses = []
+    texts = Path(__file__).parent.parent / "docs"
+    with tempfile.TemporaryDirectory() as directory:
+        text = _REAL.format(texts=texts, cache=f"{directory}/cache", steps=steps)
+        for seed in range(count):
+            run_dir = Path(directory, f"seed-{seed}")
+            result = train(parse_run_config(text, "benchmark", [f"seed={seed}"]), run_dir)
+            losses.append(result.val_loss)
+            kinds = set()
+            for row in read_records(run_dir / "records.jsonl"):
+                if row.name in ("spike", "divergence"):
+                    kinds.add(row.name)
+                elif row.name == "judgement":
+                    kinds.add(json.loads(str(row.value))["kind"])
+            told.update(kinds)
+            say(f"seed {seed}: validation loss {result.val_loss:.4f}, {', '.join(sorted(kinds)) or 'nothing told'}")
+    return {"runs": count, "steps": steps, "told": dict(told), "val_loss": losses}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulated", type=int, default=200)
+    parser.add_argument("--real", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=700, help="of a real run")
+    arguments = parser.parse_args()
+    row: dict[str, Any] = {"simulated": simulated(arguments.simulated)}
+    print(json.dumps(row["simulated"], indent=1))
+    row["real"] = real(arguments.real, arguments.steps, print)
+    print(write_results("false_alarms", row))
+
+
+if __name__ == "__main__":
+    main()
