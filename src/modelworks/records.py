@@ -10,8 +10,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +71,28 @@ def read_records(path: Path) -> Iterator[Record]:
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
             yield record
+
+
+def mark_undone(records: Iterable[Record]) -> list[Record]:
+    """The records in order, those of steps that the run went back behind with the tag `undone`: the number of the
+    rollback. The event `rollback` follows the rows that it undid; what is written after it is of the steps made anew.
+    """
+    marked: list[Record] = []
+    for record in records:
+        if record.name == "rollback" and record.kind == "event":
+            try:
+                fields = json.loads(str(record.value))
+                good, number = int(fields["good"]), int(fields["number"])
+            except (ValueError, KeyError, TypeError):
+                good, number = record.step, 0  # damaged: it undoes nothing
+            marked = [_undone(row, number) if row.step > good else row for row in marked]
+        marked.append(record)
+    return marked
+
+
+def _undone(record: Record, number: int) -> Record:
+    known = record.name == "rollback" or "undone" in record.tags
+    return record if known else replace(record, tags={**record.tags, "undone": number})
 
 
 def _row(record: Record) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from page_checks import check_page
 from synthetic import START, write_run
 
-from modelworks.records import Record
+from modelworks.records import Record, RecordWriter
 from modelworks.report import write_report
-from modelworks.report.health import COLUMNS, health_section
+from modelworks.report.charts import run_charts
+from modelworks.report.health import COLUMNS, health_charts, health_section
 from modelworks.report.run_data import read_run
 
 NAMES = ["embedding", "blocks.0", "head"]
@@ -66,6 +68,61 @@ def test_spikes_with_their_documents_and_a_map_of_layers(tmp_path: Path) -> None
     assert "<h2>Health</h2>" in page.source
     assert "Gradient norm of each layer" in page.text
     assert "health/layers" not in page.text
+
+
+def test_what_was_undone_is_kept_and_marked(tmp_path: Path) -> None:
+    """Steps 5 and 6 are made twice. The loss is that of the second time, the spike of the first is still there."""
+    back = {"number": 1, "good": 4, "from": "memory", "restarted": 4, "samples": [16, 39]}
+    rows = [
+        *(
+            Record(step, "train/loss", 9.0 if step > 4 else 3.0, "nats/token", time=START + step)
+            for step in range(1, 7)
+        ),
+        Record(6, "spike", json.dumps(spike(6, "rollback")[2]), kind="event", time=START + 6),
+        Record(6, "rollback", json.dumps(back), kind="event", time=START + 6),
+    ]
+    found = {"kind": "plateau", "subject": "", "text": "since about step 4 the loss is 2", "evidence": {"loss": 2.0}}
+    later = [
+        *(Record(step, "train/loss", 2.0, "nats/token", time=START + 2 + step) for step in range(5, 9)),
+        Record(8, "judgement", json.dumps(found), kind="event", time=START + 10),
+    ]
+    write_run(tmp_path / "run", losses=[], more=[*rows, *later])
+    run = read_run(tmp_path / "run")
+    assert run.series["train/loss"].steps == list(range(1, 9))
+    assert run.series["train/loss"].values == [3.0] * 4 + [2.0] * 4
+    assert [(record.step, record.value) for record in run.undone] == [(5, 9.0), (6, 9.0)]
+    section = health_section(run)
+    assert section is not None
+    assert section["sentence"] == (
+        "1 spike, 1 of them answered by leaving the update out; the run went back once; it was judged: plateau."
+    )
+    assert section["spikes"][0][2] == "back to an earlier step (undone)"
+    assert section["rollbacks"] == [["6", "4", "memory", "16 to 39"]]
+    assert section["judgements"] == [["8", "plateau", "since about step 4 the loss is 2", "loss 2"]]
+    [loss] = [chart for chart in run_charts(run) if chart.title == "Loss"]
+    assert loss.data()["marks"]["step"] == [4]
+    page = check_page(write_report(tmp_path / "run"))
+    assert "since about step 4 the loss is 2" in page.text
+
+
+def test_curves_of_health_and_the_search_for_the_rate(tmp_path: Path) -> None:
+    more = [
+        Record(step, name, 10.0 + step, "sequences", time=START + step)
+        for step in range(1, 6)
+        for name in ("noise/scale", "noise/trace", "health/cosine")
+    ]
+    write_run(tmp_path / "run", losses=[3.0] * 5, more=more)
+    charts = health_charts(read_run(tmp_path / "run"))
+    assert [chart.title for chart in charts] == ["Gradient noise scale", "Cosine"]
+    assert charts[0].references[0].value == 4
+    trials = tmp_path / "run" / "tune-lr" / "records.jsonl"
+    writer = RecordWriter(trials)
+    for rate in ("0.001", "0.01", "0.1"):
+        writer.write(Record(9, "tune/loss", 3.0 + float(rate), "nats/token", tags={"rate": rate, "seed": 0}))
+    writer.close()
+    page = check_page(write_report(tmp_path / "run"))
+    assert "Search for the learning rate" in page.text
+    assert "Gradient noise scale" in page.text
 
 
 def test_a_long_run_fits_into_the_map_and_keeps_its_peaks(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelworks.config import RunConfig, UserError, load_run_config, nearest
+from modelworks.records import mark_undone, read_records
 
 # Names of the summary, in the order shown. What records call them, for a run without a summary yet.
 FIGURES = {
@@ -22,7 +23,8 @@ FIGURES = {
     "mfu": "train/mfu",
     "seconds": None,
 }
-_FILES = ("config.yaml", "records.jsonl", "report.html", "checkpoints")
+_FILES = ("config.yaml", "records.jsonl", "report.html", "stopped.md", "checkpoints")
+_TOLD = ("spike", "rollback", "divergence", "judgement")
 _TAIL_BYTES = 1 << 20  # of the records: enough for the last evaluation of any run that logs every step
 
 
@@ -75,6 +77,34 @@ def read_figures(directory: Path) -> RunFigures:
     state = "running" if running else "done" if summary else "stopped"
     files = {name: directory / name for name in _FILES if (directory / name).exists()}
     return RunFigures(directory, config, problem, state, values, files)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was told of a run's health at a step. kind: spike, rollback, divergence, or what was judged. undone: the run
+    went back behind it."""
+
+    step: int
+    kind: str
+    text: str
+    undone: bool
+
+
+def health_told(directory: Path) -> list[Told]:
+    """In the order in which it was told; empty where there are no records."""
+    path = directory / "records.jsonl"
+    told = []
+    for event in mark_undone(read_records(path)) if path.is_file() else []:
+        if event.kind != "event" or event.name not in _TOLD:
+            continue
+        try:
+            fields = json.loads(str(event.value))
+            kind = str(fields.get("kind", event.name))
+            text = fields.get("text") or fields.get("reason") or f"back to step {fields.get('good')}"
+        except (ValueError, AttributeError):
+            continue
+        told.append(Told(event.step, kind, str(text), "undone" in event.tags))
+    return told
 
 
 def _read_summary(path: Path) -> dict[str, Any]:

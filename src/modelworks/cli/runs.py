@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from modelworks.cli.output import JsonFlag, Output
-from modelworks.cli.run_figures import FIGURES, RunFigures, all_runs, find_run, read_figures
+from modelworks.cli.run_figures import FIGURES, RunFigures, Told, all_runs, find_run, health_told, read_figures
 from modelworks.config import UserError, count_parameters, differences, format_count, show_value
 
 RunsDirectory = Annotated[Path, typer.Option("--runs-dir", help="Where runs are kept.")]
@@ -35,7 +36,7 @@ def list_runs(runs_dir: RunsDirectory = Path("runs"), json: JsonFlag = False) ->
 
 
 def show_run(run: RunName, runs_dir: RunsDirectory = Path("runs"), json: JsonFlag = False) -> None:
-    """Show one run: its state, its figures and its files.
+    """Show one run: its state, its figures, its files, and what was told of its health.
 
     Example:
     modelworks runs show my-run
@@ -45,9 +46,13 @@ def show_run(run: RunName, runs_dir: RunsDirectory = Path("runs"), json: JsonFla
     lines = [("run", str(figures.directory)), ("state", figures.state), ("model", _model(figures))]
     lines += [(name, _show(name, figures.values.get(name))) for name in FIGURES]
     lines += [(name, str(path)) for name, path in figures.files.items()]
+    told = health_told(figures.directory)
+    lines += [(each.kind, _in_words(each)) for each in told[-_TOLD:]]
+    if len(told) > _TOLD:
+        lines.append(("", f"and {len(told) - _TOLD:,} earlier ones, in the report"))
     for name, text in lines:
         output.print(f"{name:<20} {text}")
-    output.result(_as_json(figures))
+    output.result({**_as_json(figures), "health": [asdict(each) for each in told]})
 
 
 def compare_runs(
@@ -92,6 +97,13 @@ def compare_runs(
             "html": str(html) if html else None,
         }
     )
+
+
+_TOLD = 12  # of a run's health, the last ones
+
+
+def _in_words(told: Told) -> str:
+    return f"step {told.step:,}: {told.text}{' (undone)' if told.undone else ''}"
 
 
 commands = {"ls": list_runs, "show": show_run, "compare": compare_runs}

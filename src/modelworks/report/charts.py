@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modelworks.report import numbers
-from modelworks.report.run_data import Run, Series, TokenCounts
+from modelworks.report.run_data import Run, Series, TokenCounts, event_fields
 from modelworks.report.series import downsample, smooth
 
 Role = Literal["line", "faint", "points"]
 # Curves of more runs than this repeat the colours, dashed.
 COLOURS = 7
 # With a place of their own, or none.
-_NOT_CHARTED = ("data/", "baseline/", "memory/", "checkpoint/", "health/straggler")
+_NOT_CHARTED = ("data/", "baseline/", "memory/", "checkpoint/", "health/", "noise/")
 TABLE_ROWS = 24
 
 
@@ -56,6 +56,15 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A step at which something happened. seconds: since the run's first moment."""
+
+    label: str
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Chart:
     """One chart. note: a sentence the reader should know. zero: the axis starts at 0. log: it starts logarithmic."""
 
@@ -67,8 +76,10 @@ class Chart:
     zero: bool = False
     log: bool = False
     wide: bool = False
+    marks: list[Mark] = field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
+        tokens = self.curves[0].tokens if self.curves else None
         return {
             "title": self.title,
             "unit": self.unit,
@@ -76,6 +87,12 @@ class Chart:
             "log": self.log,
             "curves": [curve.data() for curve in self.curves],
             "references": [{"label": reference.label, "value": reference.value} for reference in self.references],
+            "marks": {
+                "label": [mark.label for mark in self.marks],
+                "step": [mark.step for mark in self.marks],
+                "seconds": [round(mark.seconds, 1) for mark in self.marks],
+                "tokens": tokens and [tokens.at(mark.step) for mark in self.marks],
+            },
         }
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -140,6 +157,7 @@ def run_charts(run: Run) -> list[Chart]:
             smoothed("train/loss", "train") + curve("val/loss", "validation", 1, "points"),
             wide=True,
             log=True,
+            marks=_rollback_marks(run),
         ),
         Chart("Validation against compressors", "bits/byte", bits, references=references if bits else []),
         Chart("Learning rate", "", curve("train/lr", "learning rate"), zero=True),
@@ -170,6 +188,18 @@ def run_charts(run: Run) -> list[Chart]:
         if name not in shown and len(series.steps) > 2 and not name.startswith(_NOT_CHARTED):
             charts.append(Chart(name, series.unit, curve(name, name)))
     return [chart for chart in charts if chart.curves]
+
+
+def _rollback_marks(run: Run) -> list[Mark]:
+    """Where the run went on after going back, with the loss that it left there."""
+    marks = []
+    for event in run.events_named("rollback"):
+        fields = event_fields(event)
+        label = f"rollback: from step {event.step:,} back to {fields.get('good')}"
+        seconds = max(0.0, event.time - (run.first_time or event.time))
+        if isinstance(fields.get("good"), int):
+            marks.append(Mark(label, fields["good"], seconds))
+    return marks
 
 
 def comparison_charts(labels: Sequence[str], runs: Sequence[Run]) -> list[Chart]:

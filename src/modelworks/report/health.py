@@ -1,7 +1,8 @@
-"""The health of a run: its spikes on a line of time with their documents, and a map of gradient norms by layer.
+"""The health of a run: its spikes on a line of time with their documents, what was judged of its course, curves of what
+was measured, a map of gradient norms by layer, and the search for its rate.
 
-Read from the events `spike`, `divergence` and `health/layers` and the figures `health/*`; see
-`modelworks.train.health.records` for what each of them holds.
+Read from the events `spike`, `rollback`, `divergence`, `judgement` and `health/layers` and the figures `health/*` and
+`noise/*`, which docs/health.md lists; and from `tune-lr/records.jsonl` in the run's directory.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelworks.records import Record
+from modelworks.records import Record, read_records
 from modelworks.report import numbers
+from modelworks.report.charts import Chart, Curve, Reference
+from modelworks.report.page import chart_items
+from modelworks.report.rates import rate_drawing
 from modelworks.report.run_data import Run, event_fields
 
+HEALTH_EVENTS = ("spike", "divergence", "rollback", "judgement", "health/layers")
 SPIKES = 200  # rows of the table
 COLUMNS, ROWS = 60, 128  # of the map, at most
 WIDTH, MARGIN, CELL = 1000, 90, 16  # of the drawings, in their own units
@@ -25,7 +30,13 @@ ANSWERS = {
     "skip": "update left out",
     "clip": "left out, tighter clipping",
     "slow": "left out, tighter clipping, lower rate",
+    "rollback": "back to an earlier step",
     "stop": "left out, run stopped",
+}
+_NO_CURVES = ("health/straggler", "noise/trace", "noise/square")
+_CURVES = {
+    "health/clipped": "Share of steps clipped",
+    "health/imbalance": "Slowest rank over the mean, less 1",
 }
 
 
@@ -33,12 +44,18 @@ def health_section(run: Run) -> dict[str, Any] | None:
     """What the template shows; None where nothing was watched."""
     spikes = _once(run, "spike")
     divergences = _once(run, "divergence")
+    rollbacks, judgements = _once(run, "rollback"), _once(run, "judgement")
     layers = _layers(run)
-    if not spikes and not divergences and not layers:
+    curves, rates = health_charts(run), _rates(run)
+    if not any((spikes, divergences, rollbacks, judgements, layers, curves, rates)):
         return None
     return {
-        "sentence": _sentence(spikes, divergences),
-        "line": _line(run, spikes, divergences),
+        "sentence": _sentence(spikes, divergences, rollbacks, judgements),
+        "line": _line(run, [*spikes, *divergences, *rollbacks, *judgements]),
+        "rollbacks": [_rollback(event) for event in rollbacks],
+        "judgements": [_judgement(event) for event in judgements],
+        "curves": chart_items(curves),
+        "rates": rates,
         "spikes": [_row(event) for event in spikes[-SPIKES:]],
         "spikes_note": f"{len(spikes) - SPIKES:,} earlier ones are left out." if len(spikes) > SPIKES else "",
         "divergences": [[f"{event.step:,}", str(event_fields(event).get("text", ""))] for event in divergences],
@@ -48,40 +65,93 @@ def health_section(run: Run) -> dict[str, Any] | None:
     }
 
 
+def health_charts(run: Run) -> list[Chart]:
+    """Of everything that was measured of the run's health often enough to have a shape; the noise scale first."""
+    charts = []
+    for name, series in sorted(run.series.items(), key=lambda row: (row[0] != "noise/scale", row[0])):
+        if not name.startswith(("health/", "noise/")) or len(series.steps) < 3 or name in _NO_CURVES:
+            continue
+        curve = Curve(name, series, 0, "line", run.tokens, run.first_time or 0.0)
+        if name != "noise/scale":
+            title = _CURVES.get(name) or name.partition("/")[2].replace("_", " ").capitalize()
+            charts.append(Chart(title, series.unit, [curve]))
+            continue
+        batch = run.setting("train.global_batch")
+        reference = [Reference("this run's batch", float(batch))] if isinstance(batch, int) else []
+        note = "The critical batch: far below it twice the batch saves half of the steps, far above it nearly none."
+        charts.append(Chart("Gradient noise scale", series.unit, [curve], note, reference, log=True))
+    return charts
+
+
+def _rates(run: Run) -> dict[str, Any] | None:
+    """Loss against rate, where a search was made for this run."""
+    records = run.directory / "tune-lr" / "records.jsonl"
+    return rate_drawing(list(read_records(records))) if records.is_file() else None
+
+
 def _once(run: Run, name: str) -> list[Record]:
-    """Events of that name, one a step: of a step that was made again after a crash the last."""
-    return [event for _, event in sorted({event.step: event for event in run.events_named(name)}.items())]
+    """Events of that name, in order. Of one that was written again after a crash the last."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for event in run.events_named(name):
+        what = event_fields(event)
+        found[event.step, event.tags.get("undone"), what.get("kind"), what.get("subject"), what.get("number")] = event
+    return sorted(found.values(), key=lambda event: (int(event.tags.get("undone", 1 << 30)), event.step))
 
 
 def _layers(run: Run) -> list[tuple[int, dict[str, Any]]]:
-    rows = ((event.step, event_fields(event)) for event in _once(run, "health/layers"))
+    made = (event for event in _once(run, "health/layers") if "undone" not in event.tags)
+    rows = ((event.step, event_fields(event)) for event in made)
     return [(step, row) for step, row in rows if isinstance(row.get("layers"), list) and row.get("grad_norm")]
 
 
-def _sentence(spikes: Sequence[Record], divergences: Sequence[Record]) -> str:
-    if not spikes and not divergences:
+def _sentence(
+    spikes: Sequence[Record],
+    divergences: Sequence[Record],
+    rollbacks: Sequence[Record],
+    judgements: Sequence[Record],
+) -> str:
+    if not any((spikes, divergences, rollbacks, judgements)):
         return "No spike and no divergence."
     parts = []
     if spikes:
-        skipped = sum(event_fields(event).get("answer") in ("skip", "clip", "slow", "stop") for event in spikes)
+        skipped = sum(event_fields(event).get("answer") not in ("none", "new level") for event in spikes)
         parts.append(
             f"{len(spikes):,} {'spike' if len(spikes) == 1 else 'spikes'}, {skipped:,} of them answered by leaving the "
             "update out"
         )
     if divergences:
         parts.append(f"the loss was found to diverge at step {divergences[0].step:,}")
-    return f"{'; '.join(parts)}."
+    if rollbacks:
+        parts.append(f"the run went back {'once' if len(rollbacks) == 1 else f'{len(rollbacks):,} times'}")
+    if judgements:
+        kinds = dict.fromkeys(str(event_fields(event).get("kind")) for event in judgements)
+        parts.append(f"it was judged: {', '.join(kinds)}")
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
 
 
-def _line(run: Run, spikes: Sequence[Record], divergences: Sequence[Record]) -> dict[str, Any] | None:
-    """Marks at the steps of spikes, bad ones tall."""
-    if not spikes and not divergences:
+def _rollback(event: Record) -> list[str]:
+    fields = event_fields(event)
+    return [f"{event.step:,}", str(fields.get("good", "")), str(fields.get("from", "")), _span(fields.get("samples"))]
+
+
+def _judgement(event: Record) -> list[str]:
+    fields = event_fields(event)
+    evidence = fields.get("evidence")
+    shown = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in (evidence or {}).items())
+    undone = " (undone)" if "undone" in event.tags else ""
+    return [f"{event.step:,}", f"{fields.get('kind', '')}{undone}", str(fields.get("text", "")), shown]
+
+
+def _line(run: Run, events: Sequence[Record]) -> dict[str, Any] | None:
+    """Marks at the steps of events, those of spikes tall."""
+    if not events:
         return None
-    last = max([run.steps, *(event.step for event in [*spikes, *divergences])])
+    last = max([run.steps, *(event.step for event in events)])
     marks = []
-    for event in [*spikes, *divergences]:
+    for event in events:
         fields = event_fields(event)
-        text = str(fields.get("reason") or fields.get("text", ""))
+        text = str(fields.get("reason") or fields.get("text") or f"{event.name}, to {fields.get('good')}")
         x = round(event.step / max(1, last) * WIDTH, 1)
         marks.append(
             {"x": min(x, WIDTH - 3), "bad": event.name == "spike", "title": f"step {event.step:,}: {text}"},
@@ -95,7 +165,7 @@ def _row(event: Record) -> list[str]:
     return [
         f"{event.step:,}",
         str(fields.get("reason", "")),
-        ANSWERS.get(answer, answer),
+        ANSWERS.get(answer, answer) + (" (undone)" if "undone" in event.tags else ""),
         _span(fields.get("highest_loss") or fields.get("samples")),
         _documents(fields),
     ]

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from modelworks.config import BatchSizes, UserError, parse_run_config
-from modelworks.records import Record, read_records
+from modelworks.records import Record, mark_undone, read_records
 
 
 @dataclass
@@ -63,6 +63,8 @@ class Run:
     """A run directory in memory. config: the resolved YAML as a tree; config_text: as it stands in the file.
 
     tagged: figures of one rank, axis or stage, measured and predicted; they are in neither `series` nor `predicted`.
+    undone: figures of steps that the run went back behind, which are in none of the others. Events of such steps are
+    among the others, with the tag `undone`.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Run:
     predicted: dict[str, Record]
     events: list[Record]
     tagged: list[Record]
+    undone: list[Record]
     first_time: float | None
     last_time: float | None
 
@@ -149,10 +152,11 @@ def read_run(directory: Path) -> Run:
         predicted={},
         events=[],
         tagged=[],
+        undone=[],
         first_time=None,
         last_time=None,
     )
-    _add_records(run, read_records(records) if records.exists() else ())
+    _add_records(run, mark_undone(read_records(records)) if records.exists() else ())
     return run
 
 
@@ -173,6 +177,8 @@ def _add_records(run: Run, records: Iterable[Record]) -> None:
         run.last_time = record.time if run.last_time is None else max(run.last_time, record.time)
         if record.kind == "event":
             run.events.append(record)
+        elif "undone" in record.tags:
+            run.undone.append(record)
         elif isinstance(record.value, str):
             continue
         elif record.tags:

@@ -10,7 +10,7 @@ that have a place of their own on the page:
     predicted/flops_per_token, machine/peak_flops            the two sides of utilisation
     anything with tags, pipeline/*    how the run was split  (`split.py`)
     checkpoint/*                      what saving cost       (`saves.py`)
-    spike, divergence, health/*       the run's health       (`health.py`)
+    spike, divergence, rollback, judgement, health/*, noise/*    the run's health       (`health.py`)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from modelworks.records import Record
 from modelworks.report import numbers
 from modelworks.report.charts import run_charts, spread
-from modelworks.report.health import health_section
+from modelworks.report.health import HEALTH_EVENTS, health_section
 from modelworks.report.page import chart_items, write_page
 from modelworks.report.run_data import Run, event_fields, read_run
 from modelworks.report.saves import saves_section
@@ -32,7 +32,7 @@ SAMPLE_LENGTH = 4000  # characters shown of one sample
 SAMPLED_STEPS = 30
 EVENTS = 200
 # Events with a place of their own.
-_ELSEWHERE = ("sample", "decision", "environment", "pipeline/timeline", "spike", "divergence", "health/layers")
+_ELSEWHERE = ("sample", "decision", "environment", "pipeline/timeline", *HEALTH_EVENTS)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -179,6 +179,8 @@ def _samples(run: Run) -> tuple[list[dict[str, Any]], str]:
     """(samples by step, newest first; what was left out)."""
     by_step: dict[int, list[dict[str, str]]] = {}
     for event in run.events_named("sample"):
+        if "undone" in event.tags:
+            continue
         fields = event_fields(event)
         text = str(fields.get("text", ""))
         shown = text if len(text) <= SAMPLE_LENGTH else f"{text[:SAMPLE_LENGTH]} […]"
@@ -253,7 +255,7 @@ def _timeline_row(run: Run, event: Record) -> dict[str, Any]:
         "step": f"{event.step:,}",
         "after": numbers.duration(max(0.0, event.time - (run.first_time or event.time))),
         "name": event.name,
-        "text": text,
+        "text": f"{text} (undone by rollback {event.tags['undone']})" if "undone" in event.tags else text,
         "warning": event.name in ("warning", "error"),
     }
 

@@ -247,7 +247,7 @@ def _build_hooks(
 
 def _run(prepared: Prepared, state: TrainState, hooks: _Hooks, profile: Profile) -> StopRequest:
     """All steps, and the last checkpoint. Returns whether and by what it was stopped before its end."""
-    derived, loader = prepared.derived, prepared.loader
+    derived = prepared.derived
     with hooks.terminal, stop_on_signals() as stop, profile as profiling:
         hooks.terminal.start(state.step)
         hooks.validation.catch_up(state)

@@ -181,6 +181,10 @@
         }
       }
       if (name) parts.push(name.svg());
+      this.data.marks.label.forEach((label, i) => {
+        const x = this.x.at(xOf[xMode](this.data.marks, i));
+        if (Number.isFinite(x)) parts.push(`<line class="reference" x1="${x.toFixed(1)}" x2="${x.toFixed(1)}" y1="${MARGIN.top}" y2="${bottom}"><title>${escape(label)}</title></line>`);
+      });
       for (const curve of this.data.curves) parts.push(this.path(curve));
       parts.push('<g class="cursor"></g>');
       this.svg.innerHTML = parts.join("");
