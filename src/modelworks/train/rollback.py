@@ -71,7 +71,7 @@ class Rollbacks:
         skip = Skip(spike, good, loader.consumed(good), end)
         history, rollbacks, resumed_from = state.skips.state(), monitor.rollbacks, state.resumed_from
         self._checkpoints.finish(state)
-        origin = self._restore(state, good)
+        origin = self._restore(state, judgement, good)
         # What outlives going back: that it happened.
         state.skips.load_state(history)
         state.skips.add(skip)
@@ -84,7 +84,7 @@ class Rollbacks:
         if self._snapshots and state.step % self._config.health.calm == 0 and not monitor.in_a_row(state.step):
             self._snapshots.take(state, needed_from=monitor.good_before(state.step + 1))
 
-    def _restore(self, state: TrainState, good: int) -> str:
+    def _restore(self, state: TrainState, judgement: Judgement, good: int) -> str:
         """Returns in words where the state came from."""
         if self._snapshots and self._snapshots.newest(good) is not None:
             self._snapshots.restore(state)
@@ -97,8 +97,9 @@ class Rollbacks:
             else:
                 return candidate.name
         raise TrainingFailed(
-            f"step {state.step}: there is no state of step {good} or before to go back to, neither in memory nor in a "
-            "checkpoint"
+            f"step {state.step}: {judgement.reason}; there is no state of step {good} or before to go back to, neither in "
+            "memory nor in a checkpoint",
+            judgement,
         )
 
     def _candidates(self, state: TrainState, good: int) -> Iterator[Candidate]:
