@@ -97,8 +97,8 @@ class Rollbacks:
             else:
                 return candidate.name
         raise TrainingFailed(
-            f"step {state.step}: {judgement.reason}; there is no state of step {good} or before to go back to, neither in "
-            "memory nor in a checkpoint",
+            f"step {state.step}: {judgement.reason}; there is no state of step {good} or before to go back to, neither "
+            "in memory nor in a checkpoint",
             judgement,
         )
 
