@@ -24,7 +24,7 @@ from benchmarks._simulated_runs import EVALUATIONS, LAYERS, STEPS, WARMUP, curve
 from modelworks.config import HealthConfig, parse_run_config
 from modelworks.train.health import Judge, Monitor
 
-FIRST_SEED = 1000
+FIRST_SEED = 5000
 KINDS = ("spike", "divergence", "overfitting", "plateau", "growing norm", "dead layer", "exploding layer", "drop")
 KINDS += ("off the law",)
 
