@@ -25,8 +25,8 @@ from modelworks.config import HealthConfig, parse_run_config
 from modelworks.train.health import Judge, Monitor
 
 FIRST_SEED = 5000
-KINDS = ("spike", "divergence", "overfitting", "plateau", "growing norm", "dead layer", "exploding layer", "drop")
-KINDS += ("off the law",)
+_OF_STEPS = ("spike", "divergence", "plateau", "growing norm", "off the law")
+KINDS = (*_OF_STEPS, "overfitting", "drop", "dead layer", "exploding layer")
 
 
 def judged(seed: int, plant: str | None = None) -> Iterator[str]:

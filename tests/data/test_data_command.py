@@ -56,7 +56,9 @@ def test_one_document_whole(recipe: str, capsys: pytest.CaptureFixture[str]) -> 
     built = last_line(capsys)
     directory, source = str(built["directory"]), open_dataset(Path(str(built["directory"]))).sources[0]
     assert main(["data", "inspect", directory, "--document", f"{source.name}:1", "--json"]) == 0
-    [shown] = last_line(capsys)["samples"]  # type: ignore[misc, attr-defined]
+    samples = last_line(capsys)["samples"]
+    assert isinstance(samples, list)
+    [shown] = samples
     assert (shown["source"], shown["document"]) == (source.name, 1)
     tokenizer = open_dataset(Path(directory)).tokenizer
     assert shown["text"] == tokenizer.decode(source.train.document(1).tolist())

@@ -13,6 +13,7 @@ from run_files import newest
 
 from modelworks.records import read_records
 from modelworks.train import hooks, train
+from modelworks.train.evaluation.validation import score_split
 
 Config = Callable[..., Any]
 
@@ -20,11 +21,11 @@ Config = Callable[..., Any]
 def test_overfitting_ends_the_run(
     tiny_config: Config, tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = hooks.score_split, [0]
+    asked = [0]
 
     def worse_each_time(*arguments: Any, **named: Any) -> Any:
         asked[0] += 1
-        return replace(real(*arguments, **named), loss=3.0 + 0.1 * asked[0])
+        return replace(score_split(*arguments, **named), loss=3.0 + 0.1 * asked[0])
 
     monkeypatch.setattr(hooks, "score_split", worse_each_time)
     keys = ["train.duration=120 steps", "evaluate.every=20 steps", "checkpoint.every=50 steps"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from benchmarks._simulated_runs import EVALUATIONS, LAYERS, STEPS, WARMUP, curves, evaluations, layers
 from benchmarks.false_alarms import KINDS, judged
-from scipy.optimize import curve_fit
+from scipy.optimize import curve_fit  # type: ignore[import-untyped]
 
 from modelworks.config import HealthConfig, UserError, parse_run_config
 from modelworks.train.health import Judge
@@ -106,7 +106,7 @@ def test_the_law_is_that_of_another_fit(floor: float, height: float, exponent: f
     steps = np.arange(100, 2100, 60) + 0.5
 
     def law(step: np.ndarray, e: float, a: float, alpha: float) -> np.ndarray:
-        return e + a * step**-alpha  # type: ignore[no-any-return]
+        return e + a * step**-alpha
 
     losses = law(steps, floor, height, exponent) + 0.005 * draw.standard_normal(len(steps))
     blocks = [Block(float(step), float(loss), 0.0) for step, loss in zip(steps, losses, strict=True)]

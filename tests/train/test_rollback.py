@@ -37,7 +37,8 @@ RUINED = {79 * 8: "rate"}  # the update of step 80: 81 is the first spike
 
 def run(workers: WorkerPool, config: Any, run_dir: Path, bad: dict[int, str], **flags: Any) -> dict[str, Any]:
     layout = Layout.of(config.parallel)
-    return workers.run(health_jobs.spoiled, layout, dump_yaml(config), str(run_dir), bad, **flags)[0]
+    result: dict[str, Any] = workers.run(health_jobs.spoiled, layout, dump_yaml(config), str(run_dir), bad, **flags)[0]
+    return result
 
 
 def events(run_dir: Path, name: str) -> list[tuple[int, dict[str, Any]]]:

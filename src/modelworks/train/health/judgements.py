@@ -83,7 +83,7 @@ class Judge:
         if not all(map(math.isfinite, grad_norms)):
             return []
         typical = statistics.median(grad_norms)
-        found = []
+        found: list[Finding] = []
         for place, name in enumerate(names):
             norm, ratio = grad_norms[place], ratios[place] if ratios else None
             found += self._layer(name, norm, typical, ratio)
