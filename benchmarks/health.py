@@ -1,10 +1,12 @@
-"""What watching a run costs: the seconds that it takes of every step, in shares of the step.
+"""What watching a run costs: steps with all of it beside steps with nothing, in one process and one after the other.
 
-    python -m benchmarks.health [--steps N] [--layers-every K]
+    python -m benchmarks.health [--rounds N] [--layers-every K]
 
-A Llama of 18.9M parameters, 16 x 256 tokens a step, one process. All that `health` does in a run is timed where it is
-called (judging each step against a full window, figures of every layer every K steps, their records written to disk),
-and divided by the median step: the difference of two runs' steps would be smaller than a machine's noise.
+A Llama of 18.9M parameters, 16 x 256 tokens a step in 4 micro-batches. A round is four steps: one without a watch, one
+whose gradients are sampled for the next one's cosine, one that is measured (figures of every layer, noise of every
+micro-batch, logits, activations, the update; records written to disk), and one more without a watch. The cost of a
+kind of step is the median over rounds of its seconds over the mean of the two without, less 1; of a run, in which one
+step in K is measured, one sampled and all are judged, the mean over K steps.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +38,14 @@ from modelworks.train.terminal import Terminal
 from modelworks.verify.batches import verification_batch
 
 
-class _Clock:
-    """Seconds inside of the calls that it wraps, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return function(*arguments)
-            finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-
-        return timed
-
-
-def measure(steps: int, layers_every: int) -> dict[str, Any]:
-    """Of `steps` steps after two that allocate."""
+def measure(rounds: int, layers_every: int) -> dict[str, Any]:
+    """Of `rounds` rounds after one that allocates."""
     model_text = ", ".join(f"{key}: {value}" for key, value in {**SHAPE, "vocab_size": VOCABULARY}.items())
     config = parse_run_config(
         f"""
         model: {{{model_text}}}
         data: {{seq_len: {SEQ_LEN}, tokenizer: none}}
-        train: {{global_batch: {ROWS}, micro_batch: {ROWS}, precision: fp32}}
+        train: {{global_batch: {ROWS}, micro_batch: {ROWS // 4}, precision: fp32}}
         health: {{layers_every: {layers_every}}}
         """,
         "benchmark",
@@ -71,47 +55,51 @@ def measure(steps: int, layers_every: int) -> dict[str, Any]:
     model.train()
     optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
     watch = Watch(config, model, optimizer, warmup_steps=0)
-    clock, seconds = _Clock(), []
+    state = TrainState(model, optimizer, watch=watch)
+    seconds: dict[str, list[float]] = {"off": [], "sampled": [], "measured": []}
     with tempfile.TemporaryDirectory() as directory:
         log = RunLog(Path(directory), first_step=0)
-        terminal = Terminal(Console(quiet=True), total_steps=steps, log_every=10**9)
-        hook: Any = HealthRecords(log, terminal, None, mesh)  # type: ignore[arg-type]  # asked for a spike's batch only
-        state = TrainState(model, optimizer, watch=watch)
-        for step in range(steps + 2):
-            if step == 2:
-                for name in ("before_clipping", "before_update", "after_update"):
-                    setattr(watch, name, clock.around(name, getattr(watch, name)))
-                hook.after_step = clock.around("records", hook.after_step)
-            watch.begin(step + 1)
-            batch = verification_batch(config, step)
+        terminal = Terminal(Console(quiet=True), total_steps=10**9, log_every=10**9)
+        hook = HealthRecords(log, terminal, None, mesh)  # type: ignore[arg-type]  # asked for a spike's batch only
+
+        def step(number: int, kind: str) -> None:
+            batch = verification_batch(config, number)
+            watched = None if kind == "off" else watch
+            more: dict[str, Any] = {"lr": 1e-4, "micro_batch": ROWS // 4, "precision": PRECISIONS["fp32"]}
             started = time.perf_counter()
-            result = train_step(
-                model,
-                optimizer,
-                batch,
-                config,
-                step=step,
-                lr=1e-3,
-                micro_batch=ROWS,
-                precision=PRECISIONS["fp32"],
-                watch=watch,
-            )
-            taken = time.perf_counter() - started
-            hook.after_step(state, StepDone(step + 1, result, 1e-3, taken, last=False, stopping=False))
-            if step >= 2:
-                seconds.append(taken)
+            watch.begin(number)
+            result = train_step(model, optimizer, batch, config, step=number, watch=watched, **more)
+            if watched:
+                done = StepDone(number, result, 1e-4, time.perf_counter() - started, last=False, stopping=False)
+                hook.after_step(state, done)
+            seconds[kind].append(time.perf_counter() - started)
+
+        for place in range(1, rounds + 2):
+            last = place * layers_every
+            for number, kind in ((last - 2, "off"), (last - 1, "sampled"), (last, "measured"), (last + 1, "off")):
+                step(number, kind)
         log.close()
-    typical = statistics.median(seconds)
-    shares = {name: total / steps / typical for name, total in clock.seconds.items()}
-    shares["judge"] = _judging_seconds(config.health) / typical
+    off = [(before + after) / 2 for before, after in zip(seconds["off"][2::2], seconds["off"][3::2], strict=True)]
+    extra = {
+        kind: statistics.median(own / plain for own, plain in zip(seconds[kind][1:], off, strict=True)) - 1
+        for kind in ("sampled", "measured")
+    }
+    typical = statistics.median(off)
+    judging = _judging_seconds(config.health) / typical
     return {
         "parameters": count_parameters(config.model).total,
         "threads": torch.get_num_threads(),
-        "steps": steps,
+        "rounds": rounds,
         "layers_every": layers_every,
         "step_seconds": typical,
-        "shares": shares,
-        "share": sum(shares.values()),
+        "extra": {**extra, "judged": judging},
+        "share": (max(0.0, extra["sampled"]) + extra["measured"]) / layers_every + judging,
+        "spread": statistics.median(
+            abs(before / after - 1) for before, after in zip(seconds["off"][2::2], seconds["off"][3::2], strict=True)
+        ),
+        "cosine_bytes": watch.probes.cosine.n_bytes / (4 * count_parameters(config.model).total)
+        if watch.probes
+        else 0.0,
     }
 
 
@@ -131,14 +119,14 @@ def _judging_seconds(health: HealthConfig) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="a multiple of --layers-every")
-    parser.add_argument("--layers-every", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--layers-every", type=int, default=10, help="at least 4")
     arguments = parser.parse_args()
-    row = measure(arguments.steps, arguments.layers_every)
+    row = measure(arguments.rounds, arguments.layers_every)
     print(f"{row['parameters']:,} parameters, {row['step_seconds']:.3f} s a step on {row['threads']} threads")
-    for name, share in row["shares"].items():
-        print(f"  {name:16} {share:.3%}")
-    print(f"  {'together':16} {row['share']:.3%}")
+    for name, share in row["extra"].items():
+        print(f"  a step that is {name:10} {share:+.3%}")
+    print(f"  of a run {row['share']:.3%}; two steps without a watch differ by {row['spread']:.2%}")
     print(write_results("health", row))
 
 

@@ -16,9 +16,11 @@ from modelworks.data import TrainLoader
 from modelworks.models import DocumentContext
 from modelworks.optim import build_optimizer
 from modelworks.parallel import Mesh, split_model
-from modelworks.train import PRECISIONS, TrainingFailed, data_rows, loop, train
+from modelworks.train import PRECISIONS, TrainingFailed, compute_gradients, data_rows, loop, train
 from modelworks.train.health import Watch, micro_gradients
+from modelworks.train.health.cosine import ConsecutiveCosine, cosine
 from modelworks.train.health.noise import NoiseEstimate, Squares, estimate_noise
+from modelworks.train.health.probes import StepFigures
 from modelworks.train.precision import Precision
 from modelworks.train.step import train_step
 from modelworks.verify.batches import verification_batch
@@ -187,3 +189,75 @@ def plain_parts(
     mean = flat(list(range(batch.n_rows)), everywhere)
     own = [flat(some, everywhere) / sum(shares[row] for row in some) for some in ranks]
     return noise, [float((each - mean).norm() / mean.norm()) for each in own]
+
+
+def shown(mesh: Mesh, overrides: list[str], precision: str = "float64") -> list[StepFigures]:
+    """What three steps show."""
+    config = parse_run_config(NOISE, "test", overrides)
+    exact = FLOAT64 if precision == "float64" else PRECISIONS[precision]
+    model = split_model(config, mesh, dtype=exact.parameter_dtype)
+    model.train()
+    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
+    watch = Watch(config, model, optimizer, warmup_steps=0)
+    assert watch.probes is not None
+    found = []
+    for step in range(3):
+        watch.begin(step + 1)
+        batch = verification_batch(config, step).rows(data_rows(model, config.train.global_batch))
+        more: dict[str, Any] = {"step": step, "lr": 1e-3, "micro_batch": int(config.train.micro_batch)}
+        train_step(model, optimizer, batch, config, watch=watch, precision=exact, **more)
+        found.append(watch.probes.collect(busy=1.0))
+    return found
+
+
+def plainly_shown(mesh: Mesh, overrides: list[str], n_rows: int) -> tuple[list[float], list[float]]:
+    """By layer, the largest logit and the RMS of the output, in the first step's first `n_rows` rows: written out."""
+    config = parse_run_config(NOISE, "test", overrides)
+    whole = split_model(config, mesh, dtype=torch.float64).parts[0]
+    batch = verification_batch(config, 0).rows(slice(0, n_rows))
+    logits, sizes = dict[int, float](), dict[int, float]()
+
+    class Shown(DocumentContext):
+        def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+            k_all = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+            scores = torch.einsum("bthk,bshk->bhts", q, k_all) / q.shape[-1] ** 0.5
+            place = torch.arange(q.shape[1])
+            visible = place[None, :] <= place[:, None]
+            if more.get("window"):
+                visible = visible & (place[None, :] > place[:, None] - more["window"])
+            same = batch.document_ids[:, :, None] == batch.document_ids[:, None, :]
+            logits[layer] = float(scores.masked_fill(~(visible & same)[:, None], -torch.inf).max())
+            return super().attend(layer, q, k, v, **more)
+
+    for layer, block in whole.blocks.items():
+        block.register_forward_hook(
+            lambda module, given, x, layer=layer: sizes.update({int(layer): float(x.square().mean().sqrt())})
+        )
+    whole(batch.tokens, batch.positions, Shown(batch.document_ids))
+    return [logits[layer] for layer in sorted(logits)], [sizes[layer] for layer in sorted(sizes)]
+
+
+def cosines(mesh: Mesh, overrides: list[str]) -> list[tuple[float, float]]:
+    """Of consecutive gradients in one process: (as sampled, of all elements), and what is kept in bytes a parameter."""
+    config = parse_run_config(NOISE, "test", overrides)
+    model = split_model(config, mesh, dtype=torch.float32)
+    counted = {name: spec for name, spec in model.split.specs.items() if spec.counted}
+    sampled, found = ConsecutiveCosine(counted), []
+    before: dict[str, torch.Tensor] = {}
+    for step in range(4):
+        model.gradients.end_step()
+        batch = verification_batch(config, step)
+        result = compute_gradients(model, batch, config, step=0, micro_batch=4, precision=PRECISIONS["fp32"])
+        now = {name: tensor.clone() for name, tensor in result.by_name.items()}
+        if before:
+            sampled.compare(step, now)
+            ours = cosine(sampled.sums)
+            assert ours is not None
+            product = sum(float((now[n].double() * before[n].double()).sum()) for n in now)
+            norms = [sum(float(each.double().square().sum()) for each in one.values()) ** 0.5 for one in (now, before)]
+            found.append((ours, product / norms[0] / norms[1]))
+        sampled.keep(step, now)
+        before = now
+    n_parameters = sum(tensor.numel() for tensor in now.values())
+    found.append((sampled.n_bytes / (4 * n_parameters), 0.0))
+    return found

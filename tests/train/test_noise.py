@@ -116,6 +116,7 @@ LAYOUTS: dict[str, tuple[list[str], list[list[int]], list[list[int]]]] = {
     "one": ([], ROWS, ROWS),
     "unequal-parts": (["train.micro_batch=3"], [[0, 1, 2], [3]], ROWS),
     "recompute": (["train.recompute=full", "model.tie_embeddings=true"], ROWS, ROWS),
+    "selective": (["train.recompute=selective"], ROWS, ROWS),
     "tp2-dp2": (["parallel.tp=2", *DP2], ROWS, ROWS),
     "tp4-copied-heads": (["parallel.tp=4", "parallel.sequence_parallel=false"], ROWS, ROWS),
     "zero2-every": (["parallel.dp_shard=2", "parallel.zero=2", "parallel.accumulate_reduce=every"], ROWS, ROWS),

@@ -13,6 +13,7 @@ last. Names do not depend on the part: layer 5 is `blocks.5` wherever it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,8 @@ class Transformer(nn.Module):
         self.offload_activations = False
         # Here and not in the head, which may be the embedding: whoever makes logits of hidden states gets it right.
         self.output_multiplier = 1.0 / width_growth(config)
+        # Shown each layer's output, outside what is compiled and recomputed.
+        self.after_block: Callable[[int, Tensor], None] | None = None
         tied_head = part.last and config.tie_embeddings
         self.embedding = Embedding(config.vocab_size, config.d_model) if part.first or tied_head else None
         learned = part.first and config.positions == "learned"
@@ -80,8 +83,10 @@ class Transformer(nn.Module):
         dtype = _product_dtype(x)
         rotation = self.rotary(positions, dtype) if self.rotary is not None else None
         context.prepare(positions.shape[1], self.config.sliding_window, dtype, x.device)
-        for block in self.blocks.values():
+        for layer, block in self.blocks.items():
             x = run_block(block, self.recompute, self.offload_activations, x, rotation, context)
+            if self.after_block is not None:
+                self.after_block(int(layer), x)
         if self.final_norm is not None:
             x = self.final_norm(x)
             x = x if self.output_multiplier == 1.0 else x * self.output_multiplier

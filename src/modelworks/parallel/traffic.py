@@ -12,6 +12,7 @@ planner's. Invariant: a group of one sends nothing and is not counted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -33,6 +34,13 @@ class Traffic:
         volume = self.volumes.setdefault((axis, kind), Volume())
         volume.calls += 1
         volume.bytes += size
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is sent inside is no part of training: figures of it are not compared with formulas."""
+        counted = {key: Volume(volume.calls, volume.bytes) for key, volume in self.volumes.items()}
+        yield
+        self.volumes = counted
 
     def take(self) -> dict[tuple[str, str], Volume]:
         """What was counted since the last call."""

@@ -24,6 +24,7 @@ from modelworks.parallel import (
     dropout_keys,
     sequence_columns,
 )
+from modelworks.train.health.forward_probe import ForwardProbe
 from modelworks.train.loss import VocabularyLoss, vocabulary_loss
 from modelworks.train.precision import Precision
 
@@ -35,7 +36,7 @@ class MicroBatches:
 
     parts: each with whole rows; all alike in shape where the model is a pipeline. first_rows: the place of each one's
     first row in the global batch. scale: of the summed losses, before they are differentiated. loss_scale: of the
-    objective, for the losses that balance experts.
+    objective, for the losses that balance experts. probe: looks at the blocks of the first one.
     losses: by micro-batch whose loss is computed here, the plain sum of w * -log p(target). routings: what layers of
     experts noted. accumulating: in a measured step, most bytes of gradients held when a forward pass began.
     """
@@ -51,10 +52,11 @@ class MicroBatches:
         first_rows: Sequence[int] = (),
         scale: float = 1.0,
         loss_scale: float = 1.0,
+        probe: ForwardProbe | None = None,
     ) -> None:
         self._model, self._config, self._precision = model, config, precision
         self._step, self._scale, self._loss_scale = step, scale, loss_scale
-        self._first_rows = first_rows
+        self._first_rows, self._probe = first_rows, probe
         self._columns = own_columns(model.mesh, config)
         self._parts = [self._local(part) for part in parts]
         self._contexts: dict[int, AttentionContext] = {}
@@ -88,6 +90,7 @@ class MicroBatches:
         if self._model.measures:
             self.accumulating = max(self.accumulating, self._model.gradients.bytes()["gradients"])
         with self._precision.autocast(micro.tokens.device):
+            part.after_block = self._probe.after_block if self._probe and index == 0 else None
             first = micro.tokens if part.part.first else inputs["hidden"]
             hidden = part(first, micro.positions, self._context(index))
             if stage == max(self._model.parts):
@@ -122,12 +125,19 @@ class MicroBatches:
     def _context(self, index: int) -> AttentionContext:
         """Made once for all the stages of this rank that the micro-batch goes through."""
         if index not in self._contexts:
-            self._contexts[index] = self._new_context(index)
+            context = self._new_context(index)
+            if self._probe and index == 0:
+                context = self._probe.context(context, self._documents(index), self._columns)
+            self._contexts[index] = context
         return self._contexts[index]
 
+    def _documents(self, index: int) -> Tensor | None:
+        """(rows, columns of this rank), where tokens see only their own."""
+        return self._parts[index].document_ids if self._config.data.packing == "within-document" else None
+
     def _new_context(self, index: int) -> AttentionContext:
-        config, mesh, micro = self._config, self._model.mesh, self._parts[index]
-        documents = micro.document_ids if config.data.packing == "within-document" else None
+        config, mesh = self._config, self._model.mesh
+        documents = self._documents(index)
         stream, attention = self._dropout(index) or (None, None)
         routing = self._routing()
         if self._columns is not None:

@@ -114,6 +114,7 @@ def compute_gradients(
         raise UserError(f"the batch of step {step} has no target tokens: every loss weight is 0")
     first = model.mesh.place("dp") * batch.n_rows
     parts = list(batch.split(micro_batch))
+    probes = watch.before_passes(parts, total, loss_scale) if watch else None
     micro = MicroBatches(
         model,
         parts,
@@ -123,11 +124,11 @@ def compute_gradients(
         first_rows=[first + index * micro_batch for index in range(len(parts))],
         scale=loss_scale / total,
         loss_scale=loss_scale,
+        probe=probes.forward if probes else None,
     )
     model.gradients.begin_step(len(parts))
     executor = model.executor(len(parts))
-    seen = watch.before_passes(parts, total, loss_scale) if watch else None
-    executor.watch = GradientWatch(model.gradients, seen) if seen else None
+    executor.watch = GradientWatch(model.gradients, probes.micro.see) if probes else None
     try:
         executor.run(len(parts), micro.forward, training=True, edge_shapes=micro.edge_shapes)
     finally:

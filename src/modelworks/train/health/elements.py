@@ -30,6 +30,10 @@ class Elements:
         self._index = tuple(each.to(device) for each in _places(spec, step, first))
         self.n_local = len(self._index[0]) if self._index else 1
 
+    @property
+    def n_bytes(self) -> int:
+        return sum(each.nbytes for each in self._index)
+
     def of(self, tensor: Tensor) -> Tensor:
         """A copy in float64, (n_local,). tensor: this rank's part, of the spec's local shape."""
         return tensor[tuple(each.to(tensor.device) for each in self._index)].double().reshape(-1)

@@ -6,10 +6,13 @@ collectives tell which that is. On a device that runs beside its process these a
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
+from typing import Any
 
 from modelworks.parallel import Mesh
 from modelworks.records import Record
+from modelworks.train.health.device import DeviceMeter
 from modelworks.train.health.layers import LayerFigures
 from modelworks.train.health.noise import NoiseEstimate, NoiseScale
 from modelworks.train.health.probes import StepFigures
@@ -28,10 +31,11 @@ class Measurements:
     """One run's. Told of every step, it writes where one was measured."""
 
     def __init__(self, log: RunLog, terminal: Terminal, mesh: Mesh) -> None:
-        self._log, self._terminal, self._mesh = log, terminal, mesh
+        self._log, self._terminal = log, terminal
         self._steps = self._clipped = 0
         self._busy = 0.0
-        self._told_of_no_noise = False
+        self._device = DeviceMeter(mesh.device)
+        self._told_of_no_noise = self._told_of_device = False
         self.layers: LayerFigures | None = None  # at the last step, where they were measured
 
     def after_step(self, watch: Watch, done: StepDone) -> None:
@@ -45,19 +49,28 @@ class Measurements:
             return
         if probes is None:
             return
-        figures, step = probes.collect(self._busy / self._steps), done.step
+        figures, step = probes.collect(self._busy / self._steps, self._device.share()), done.step
         self.layers = figures.layers
         self._write_layers(step, figures, applied=done.result.applied)
         self._log.figure(step, "health/clipped", self._clipped / self._steps)
         self._write_noise(step, figures.noise, watch.noise)
         self._write_ranks(step, figures)
+        self._write_devices(step, figures.device_shares)
         self._steps, self._clipped, self._busy = 0, 0, 0.0
 
     def _write_layers(self, step: int, figures: StepFigures, *, applied: bool) -> None:
-        rounded = {
+        rounded: dict[str, Any] = {
             key: values if key == "layers" else [float(f"{value:.4g}") for value in values]
             for key, values in asdict(figures.layers).items()
         }
+        # By layer of the model; what stands outside of the blocks has neither.
+        by_block = {"attention_logit_max": figures.attention_logits, "activation_rms": figures.activations}
+        for key, values in by_block.items():
+            places = [_block(layer) for layer in figures.layers.layers]
+            rounded[key] = [None if place is None else float(f"{values[place]:.4g}") for place in places]
+            self._log.figure(step, f"health/{key}", max(values))
+        if figures.cosine is not None:
+            self._log.figure(step, "health/gradient_cosine", figures.cosine)
         if not applied:
             del rounded["weight_norm"], rounded["update_ratio"]  # there was no update
         self._log.event(step, "health/layers", rounded)
@@ -93,3 +106,18 @@ class Measurements:
         slowest = max(range(world), key=seconds.__getitem__)
         log.figure(step, "health/straggler", slowest)
         log.figure(step, "health/imbalance", seconds[slowest] * world / sum(seconds) - 1 if sum(seconds) else 0.0)
+
+    def _write_devices(self, step: int, shares: list[float]) -> None:
+        known = {rank: share for rank, share in enumerate(shares) if math.isfinite(share)}
+        if self._device.reason and not self._told_of_device:
+            self._told_of_device = True
+            self._log.event(step, "remark", f"the device does not tell its utilization: {self._device.reason}")
+        self._log.write(*(Record(step, self._device.name, share, tags={"rank": rank}) for rank, share in known.items()))
+        if known:
+            self._log.figure(step, self._device.name, sum(known.values()) / len(known))
+
+
+def _block(layer: str) -> int | None:
+    """5 of `blocks.5`, None of `embedding`."""
+    name, _, place = layer.partition(".")
+    return int(place) if name == "blocks" else None

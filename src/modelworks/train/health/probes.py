@@ -6,7 +6,8 @@ In a measured step, in this order: `before_passes`, `before_clipping`, and if th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from modelworks.data.batch import Batch
 from modelworks.parallel import SplitModel
+from modelworks.train.health.cosine import ConsecutiveCosine, cosine
+from modelworks.train.health.forward_probe import ForwardProbe
 from modelworks.train.health.layers import LayerFigures, LayerProbe, squared_norms
 from modelworks.train.health.micro_gradients import Disagreement, MicroGradients
 from modelworks.train.health.noise import NoiseEstimate, estimate_noise
@@ -21,35 +24,43 @@ from modelworks.train.health.noise import NoiseEstimate, estimate_noise
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Of one measured step, the same on every rank. noise: None where the step is one part. busy: seconds by rank."""
+    """Of one measured step, the same on every rank. noise: None where the step is one part. cosine: with the gradient
+    of the step before; None where there is none, or either is zero. busy, device_shares: by rank, seconds and how busy
+    its device was. attention_logits, activations: by layer of the model, see `forward_probe`."""
 
     layers: LayerFigures
     noise: NoiseEstimate | None
     disagreement: Disagreement | None
     busy: list[float]
+    cosine: float | None
+    attention_logits: list[float]
+    activations: list[float]
+    device_shares: list[float]
 
 
 class Probes:
     def __init__(self, model: SplitModel) -> None:
         self._model = model
+        config, mesh = model.config, model.mesh
         self.layers, self.micro = LayerProbe(model.split), MicroGradients(model)
+        self.forward = ForwardProbe(mesh, config.model.n_layers, config.parallel.cp_mode)
+        self.cosine = ConsecutiveCosine({name: model.split.specs[name] for name in self.layers.counted})
         self._targets, self._sequences = 0.0, 0
 
-    def before_passes(
-        self, step: int, parts: Sequence[Batch], targets: float, scale: float
-    ) -> Callable[[str, int, Tensor], None]:
-        """What is to see each gradient of the passes that come. parts: this rank's micro-batches, whole rows. targets:
+    def before_passes(self, step: int, parts: Sequence[Batch], targets: float, scale: float) -> None:
+        """`forward` and `micro.see` are then ready to see them. parts: this rank's micro-batches, whole rows. targets:
         target weight of the global batch. scale: of the losses."""
         self._targets = targets
         self._sequences = sum(part.n_rows for part in parts) * self._model.mesh.size("dp")
         self.micro.begin(step, [float(part.target_weight()) / targets for part in parts], scale)
-        return self.micro.see
+        self.forward.begin()
 
-    def before_clipping(self, gradients: Mapping[str, Tensor]) -> None:
+    def before_clipping(self, step: int, gradients: Mapping[str, Tensor]) -> None:
         """gradients: of this rank's shards, unscaled."""
         squares = squared_norms({name: gradients[name] for name in self.layers.counted if name in gradients})
         self.layers.gradients(squares)
         self.micro.end(squares)
+        self.cosine.compare(step, gradients)
 
     def before_update(self, weights: Mapping[str, Tensor]) -> None:
         self.layers.before(weights)
@@ -57,19 +68,25 @@ class Probes:
     def after_update(self, weights: Mapping[str, Tensor]) -> None:
         self.layers.after(weights)
 
-    def collect(self, busy: float) -> StepFigures:
-        """busy: of this rank, seconds. One all-reduce over all ranks; before it one over each group of ranks that hold
-        summands of the same gradients, where there are such."""
+    def collect(self, busy: float, device_share: float = math.nan) -> StepFigures:
+        """busy: seconds of this rank. device_share: how busy its device was, NaN where that is not known. Two
+        all-reduces over all ranks; before them one over each group that holds summands of the same gradients."""
         mesh = self._model.mesh
-        seconds = torch.zeros(mesh.layout.world_size, dtype=torch.float64)
-        seconds[mesh.rank] = busy
-        own = [self.layers.sums, self.micro.sums(), seconds]
-        total = mesh.group("world").all_reduce_(torch.cat([one.flatten() for one in own]).to(mesh.device)).cpu()
-        layers, micro, seconds = torch.split(total, [one.numel() for one in own])
+        ranks = torch.zeros(2, mesh.layout.world_size, dtype=torch.float64)
+        ranks[:, mesh.rank] = torch.tensor([busy, device_share], dtype=torch.float64)
+        own = [self.layers.sums, self.micro.sums(), self.cosine.sums, self.forward.squares.cpu(), ranks]
+        world = mesh.group("world")
+        total = world.all_reduce_(torch.cat([one.flatten() for one in own]).to(mesh.device)).cpu()
+        largest = world.all_reduce_(self.forward.largest, "max")
+        layers, micro, products, squares, ranks = torch.split(total, [one.numel() for one in own])
         groups, disagreement = self.micro.read(micro)
         return StepFigures(
             self.layers.figures(layers.view_as(own[0])),
             estimate_noise(groups, sequences=self._sequences, targets=self._targets),
             disagreement,
-            seconds.tolist(),
+            ranks[: mesh.layout.world_size].tolist(),
+            cosine(products),
+            largest.tolist(),
+            [math.sqrt(square / count) for square, count in squares.view(-1, 2).tolist()],
+            ranks[mesh.layout.world_size :].tolist(),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -56,16 +56,17 @@ class Watch:
         """The probes, in a step that is measured."""
         return self.probes if self._every and self.step % self._every == 0 else None
 
-    def before_passes(
-        self, parts: Sequence[Batch], targets: float, scale: float
-    ) -> Callable[[str, int, Tensor], None] | None:
-        """See `Probes.before_passes`."""
-        probes = self.measures
-        return probes.before_passes(self.step, parts, targets, scale) if probes else None
+    def before_passes(self, parts: Sequence[Batch], targets: float, scale: float) -> Probes | None:
+        """What is to see the passes that come; see `Probes.before_passes`."""
+        if probes := self.measures:
+            probes.before_passes(self.step, parts, targets, scale)
+        return probes
 
     def before_clipping(self, gradients: Mapping[str, Tensor]) -> None:
         if probes := self.measures:
-            probes.before_clipping(gradients)
+            probes.before_clipping(self.step, gradients)
+        if self.probes and self._every and (self.step + 1) % self._every == 0:
+            self.probes.cosine.keep(self.step, gradients)
 
     def judge(self, loss: float, norm: float) -> Judgement | None:
         return self.monitor.judge(self.step, loss, norm) if self.monitor else None

@@ -1,0 +1,124 @@
+"""Figures of the passes and of consecutive gradients: against what is written out plainly, in every layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import health_jobs
+import pytest
+import torch
+from pool import WorkerPool
+
+from modelworks.config import dump_yaml, parse_run_config
+from modelworks.layout import Layout
+from modelworks.records import read_records
+from modelworks.train.health.device import DeviceMeter
+
+LAYOUTS = {
+    "recompute": ["train.recompute=full"],
+    "selective": ["train.recompute=selective"],
+    "tp2": ["parallel.tp=2"],
+    "ring": ["parallel.cp=2"],
+    "ulysses": ["parallel.cp=2", "parallel.cp_mode=ulysses"],
+    "zero3-pp2": ["parallel.dp_shard=2", "parallel.zero=3", "parallel.pp=2"],
+}
+WINDOW = ["model.sliding_window=5", "model.qk_norm=true"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_show_what_they_compute(workers: WorkerPool, layout: str) -> None:
+    """Two rows a micro-batch; of two data-parallel ranks, both ranks' first ones."""
+    overrides = ["train.micro_batch=2", *LAYOUTS[layout]]
+    model = WINDOW if layout in ("ring", "recompute") else []
+    split = Layout.of(parse_run_config(health_jobs.NOISE, "test", overrides).parallel)
+    n_rows = 2 * split.dp_shard
+    [(logits, sizes)] = workers.run(health_jobs.plainly_shown, Layout(), model, n_rows)
+    [one] = workers.run(health_jobs.shown, Layout(), ["train.micro_batch=2", *model])
+    for found in workers.run(health_jobs.shown, split, [*overrides, *model]):
+        assert found[0].attention_logits == pytest.approx(logits, rel=1e-10)
+        assert found[0].activations == pytest.approx(sizes, rel=1e-10)
+        assert found[0].cosine is None  # nothing came before it
+        for ours, theirs in zip(found[1:], one[1:], strict=True):
+            assert ours.cosine == pytest.approx(theirs.cosine, rel=1e-9)
+
+
+def test_narrow_numbers_are_measured_in_wide_ones(workers: WorkerPool) -> None:
+    [(logits, sizes)] = workers.run(health_jobs.plainly_shown, Layout(), [], 1)
+    for precision in ("bf16", "bf16-autocast"):
+        [found] = workers.run(health_jobs.shown, Layout(), [], precision)
+        assert found[0].attention_logits == pytest.approx(logits, rel=0.05)
+        assert found[0].activations == pytest.approx(sizes, rel=0.02)
+
+
+def test_the_cosine_of_a_sample_is_close_and_small(workers: WorkerPool) -> None:
+    """Of all elements it is exact; of tensors larger than the sample it is near, in under 1 % of their bytes."""
+    *exact, _ = workers.run(health_jobs.cosines, Layout(), ["model.d_model=8", "model.d_ff=8", "model.vocab_size=32"])[
+        0
+    ]
+    for ours, theirs in exact:
+        assert ours == pytest.approx(theirs, abs=1e-6)
+    wide = ["model.d_model=768", "model.d_ff=2048", "model.vocab_size=4096", "model.n_layers=1", "model.n_heads=12"]
+    *near, (share, _) = workers.run(health_jobs.cosines, Layout(), wide)[0]
+    assert share < 0.01
+    for ours, theirs in near:
+        assert ours == pytest.approx(theirs, abs=0.05)
+        assert math.isfinite(ours)
+        print(ours, theirs, share)
+
+
+def test_a_gpu_is_asked_and_a_cpu_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 87)
+    gpu = DeviceMeter(torch.device("cuda"))
+    assert (gpu.name, gpu.share(), gpu.reason) == ("health/device_utilization", 0.87, None)
+
+    def refuse(device: torch.device) -> int:
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed.\nmore")
+
+    monkeypatch.setattr(torch.cuda, "utilization", refuse)
+    assert math.isnan(gpu.share())
+    assert gpu.reason == "nvidia-ml-py does not seem to be installed."
+    cpu = DeviceMeter(torch.device("cpu"))
+    clock = iter([(10.0, 4.0), (12.0, 5.0)])
+    monkeypatch.setattr(DeviceMeter, "_now", lambda self: next(clock))
+    cpu._before = (8.0, 4.0)
+    assert cpu.name == "health/cpu_share"
+    assert cpu.share() == 0.0
+    assert cpu.share() == 0.5 / torch.get_num_threads()
+
+
+def test_a_run_records_all_of_it(workers: WorkerPool, tiny_config: Callable[..., Any], tmp_path: Path) -> None:
+    config = tiny_config("train.duration=6 steps", "parallel.dp_replicate=2", "health.layers_every=3")
+    workers.run(health_jobs.poisoned, Layout(dp_replicate=2), dump_yaml(config), str(tmp_path), {})
+    records = [one for one in read_records(tmp_path / "records.jsonl") if one.name.split("/")[0] in ("health", "noise")]
+    steps = defaultdict(list)
+    for record in records:
+        steps[record.name].append(record.step)
+    both = (
+        "gradient_cosine",
+        "attention_logit_max",
+        "activation_rms",
+        "clipped",
+        "disagreement",
+        "straggler",
+        "imbalance",
+    )
+    for name in both:
+        assert steps[f"health/{name}"] == [3, 6], name
+    for name in ("rank_busy", "rank_disagreement"):
+        assert steps[f"health/{name}"] == [3, 3, 6, 6], name
+    assert steps["health/cpu_share"] == [3, 3, 3, 6, 6, 6]  # of each and their mean
+    layers = json.loads(str(next(one.value for one in records if one.name == "health/layers")))
+    for name in ("attention_logit_max", "activation_rms"):
+        places = {
+            layer: value for layer, value in zip(layers["layers"], layers[name], strict=True) if value is not None
+        }
+        assert list(places) == [layer for layer in layers["layers"] if layer.startswith("blocks.")]
+        assert all(math.isfinite(value) for value in places.values())
+    shares = [float(one.value) for one in records if one.name == "health/disagreement"]
+    each = [float(one.value) for one in records if one.name == "health/rank_disagreement" and one.step == 3]
+    assert shares[0] == pytest.approx(math.hypot(*each) / math.sqrt(2))
