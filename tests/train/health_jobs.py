@@ -233,7 +233,8 @@ def plainly_shown(mesh: Mesh, overrides: list[str], n_rows: int) -> tuple[list[f
         block.register_forward_hook(
             lambda module, given, x, layer=layer: sizes.update({int(layer): float(x.square().mean().sqrt())})
         )
-    whole(batch.tokens, batch.positions, Shown(batch.document_ids))
+    with torch.no_grad():
+        whole(batch.tokens, batch.positions, Shown(batch.document_ids))
     return [logits[layer] for layer in sorted(logits)], [sizes[layer] for layer in sorted(sizes)]
 
 

@@ -62,13 +62,12 @@ def test_the_cosine_of_a_sample_is_close_and_small(workers: WorkerPool) -> None:
     ]
     for ours, theirs in exact:
         assert ours == pytest.approx(theirs, abs=1e-6)
-    wide = ["model.d_model=768", "model.d_ff=2048", "model.vocab_size=4096", "model.n_layers=1", "model.n_heads=12"]
+    wide = ["model.d_model=512", "model.d_ff=1024", "model.vocab_size=2048", "model.n_layers=1"]
     *near, (share, _) = workers.run(health_jobs.cosines, Layout(), wide)[0]
     assert share < 0.01
     for ours, theirs in near:
         assert ours == pytest.approx(theirs, abs=0.05)
         assert math.isfinite(ours)
-        print(ours, theirs, share)
 
 
 def test_a_gpu_is_asked_and_a_cpu_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
