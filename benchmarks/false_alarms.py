@@ -97,7 +97,7 @@ _REAL = """
       sources: [{{name: docs, type: text, path: "{texts}/*.md"}}]
       tokenizer: {{train: bpe, vocab_size: 512}}
       seq_len: 64
-      validation: 5%
+      validation: 10%
       cache: "{cache}"
       workers: 1
     train: {{duration: {steps} steps, global_batch: 8, precision: fp32, device: cpu}}
