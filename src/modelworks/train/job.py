@@ -22,7 +22,7 @@ from modelworks.config import RunConfig, UserError, training_flops_per_token
 from modelworks.data import Batch, Dataset, compression_baselines, validation_batches
 from modelworks.hardware import Machine
 from modelworks.layout import Layout, check_layout
-from modelworks.parallel import Mesh, single_process
+from modelworks.parallel import Mesh, agree, single_process
 from modelworks.train import run_directory
 from modelworks.train.beginning import job_peak, print_decisions, record_start
 from modelworks.train.derivation import Decision, Derived
@@ -291,13 +291,18 @@ def _tell_failure(prepared: Prepared, state: TrainState, hooks: _Hooks, error: T
         kept = checkpoints.kept()
     if hooks.health and error.bad:
         hooks.health.tell_failed(state.step + 1, error.bad)
-    if state.model.mesh.is_main and (error.judgement or error.bad):
+    if not (error.judgement or error.bad):
+        return kept
+    mesh, written = state.model.mesh, False
+    path = hooks.run_dir / STOP_REPORT
+    if mesh.is_main:
         try:
-            path = write_stop_report(hooks.run_dir, state.step, str(error), kept, prepared.dataset)
+            write_stop_report(hooks.run_dir, state.step, str(error), kept, prepared.dataset)
+            written = True
         except OSError as problem:
             log.event(state.step, "warning", f"{problem.filename}: cannot be written ({problem.strerror})")
-        else:
-            kept += f"; the batches, their documents and what to do: {path}"
+    if agree(written, mesh):  # all ranks fail with the same words
+        kept += f"; the batches, their documents and what to do: {path}"
     return kept
 
 

@@ -20,7 +20,7 @@ _DOCUMENTS = 8  # whose text is shown
 _CHARACTERS = 240
 
 
-def write_stop_report(run_dir: Path, step: int, reason: str, kept: str, dataset: Dataset) -> Path:
+def write_stop_report(run_dir: Path, step: int, reason: str, kept: str, dataset: Dataset) -> None:
     """step: the last one. reason: what ended the run. kept: in words, what can be gone back to. Raises OSError."""
     events = [row for row in read_records(run_dir / "records.jsonl") if row.name in ("spike", "rollback")][-_SPIKES:]
     lines = [f"# {run_dir.name} stopped at step {step:,}", "", reason, "", f"What is left: {kept}.", ""]
@@ -28,9 +28,7 @@ def write_stop_report(run_dir: Path, step: int, reason: str, kept: str, dataset:
         lines += ["## What led there", "", *_table(events), ""]
         lines += _texts([_fields(event) for event in events if event.name == "spike"], dataset)
     lines += ["## What to do", "", *_advice(dataset)]
-    path = run_dir / STOP_REPORT
-    write_atomically(path, "\n".join(lines) + "\n")
-    return path
+    write_atomically(run_dir / STOP_REPORT, "\n".join(lines) + "\n")
 
 
 def _table(events: Sequence[Record]) -> Iterator[str]:
