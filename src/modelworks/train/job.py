@@ -10,48 +10,37 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
 from modelworks.checkpoint import Storage, open_storage
-from modelworks.config import RunConfig, UserError, training_flops_per_token
-from modelworks.data import Batch, Dataset, compression_baselines, validation_batches
+from modelworks.config import RunConfig, UserError
+from modelworks.data import Batch, Dataset, compression_baselines
 from modelworks.hardware import Machine
 from modelworks.layout import Layout, check_layout
-from modelworks.parallel import Mesh, agree, single_process
+from modelworks.parallel import Mesh, single_process
 from modelworks.train import run_directory
+from modelworks.train.assembly import Hooks, build_hooks
 from modelworks.train.beginning import job_peak, print_decisions, record_start
-from modelworks.train.derivation import Decision, Derived
-from modelworks.train.evaluation.samples import choose_prompts
-from modelworks.train.experts import whole_model
+from modelworks.train.failing import tell_failure
 from modelworks.train.forecast import Forecaster, compare_forecast, say_forecast
-from modelworks.train.health.judging import Judging
-from modelworks.train.health.records import HealthRecords
-from modelworks.train.health.stop_report import STOP_REPORT, write_stop_report
-from modelworks.train.hooks import Questions, Recording, Validation, describe_speed
+from modelworks.train.health.stop_report import STOP_REPORT
+from modelworks.train.hooks import Recording, describe_speed
 from modelworks.train.loop import Hook, TrainingFailed, run_steps
 from modelworks.train.one_rank import on_rank_0
 from modelworks.train.preparation import Prepared, take_directory
 from modelworks.train.profiling import Profile
 from modelworks.train.ready import Start
-from modelworks.train.recording import MemoryMeter, RunLog
+from modelworks.train.recording import RunLog
 from modelworks.train.result import Result, build_result, with_earlier_figures
 from modelworks.train.resuming import places_left
-from modelworks.train.rollback import Rollbacks
-from modelworks.train.saving import Checkpoints, build_checkpoints
 from modelworks.train.snapshots import choose_place
-from modelworks.train.split_records import SplitRecords
 from modelworks.train.state import TrainState
 from modelworks.train.step import data_rows
 from modelworks.train.stopping import StopRequest, stop_on_signals
-from modelworks.train.terminal import Terminal
-
-if TYPE_CHECKING:
-    from modelworks.train.evaluation.tasks import TaskRunner
 
 
 def train(
@@ -98,7 +87,7 @@ def train(
         _say_and_record(prepared, state, log, console)
         peak = job_peak(prepared.derived, prepared.machine, prepared.n_hosts)
         saved = None if trial else storage
-        hooks = _build_hooks(prepared, state, run_dir, saved, log, memory, console, peak.flops, states, further)
+        hooks = build_hooks(prepared, state, run_dir, saved, log, memory, console, peak.flops, states, further)
         memory_report.kept = hooks.checkpoints.kept
         baselines = {} if trial else on_rank_0(mesh, lambda: _baselines(config, prepared.dataset, console))
         record_start(log, state, prepared.derived, baselines, prepared.machine, peak)
@@ -131,31 +120,6 @@ def train(
         if mesh.is_main and not result.stopped_by:
             _end(run_dir, result, hooks.recording, console)
         return result
-
-
-@dataclass
-class _Hooks:
-    """What happens after a step, in the order of `all`: an evaluation comes before the checkpoint that stores it."""
-
-    log: RunLog
-    terminal: Terminal
-    recording: Recording
-    health: HealthRecords | None
-    split: SplitRecords | None
-    validation: Validation
-    questions: Questions | None
-    checkpoints: Checkpoints
-    rollbacks: Rollbacks | None
-    judging: Judging | None
-    run_dir: Path
-    further: Sequence[Hook]
-
-    @property
-    def all(self) -> list[Hook]:
-        # Records of the split before the evaluation, which goes through the same executor.
-        before = (self.recording, self.health, self.split, self.validation, self.questions, self.judging)
-        own = (*before, self.checkpoints, self.rollbacks)
-        return [*(hook for hook in own if hook is not None), *self.further]
 
 
 def _take_over(
@@ -198,54 +162,7 @@ def _say_and_record(prepared: Prepared, state: TrainState, log: RunLog, console:
         log.event(state.step, "remark", text)
 
 
-def _build_hooks(
-    prepared: Prepared,
-    state: TrainState,
-    run_dir: Path,
-    storage: Storage | None,
-    log: RunLog,
-    memory: MemoryMeter,
-    console: Console,
-    peak_flops: float,
-    states: Decision | None,
-    further: Sequence[Hook],
-) -> _Hooks:
-    """states: where those to go back to are kept; None: nowhere."""
-    derived, dataset, loader = prepared.derived, prepared.dataset, prepared.loader
-    config = derived.config
-    terminal = Terminal(console, total_steps=derived.total_steps, log_every=config.train.log_every)
-    flops = training_flops_per_token(config.model, config.data.seq_len).training
-    text = validation_batches(
-        dataset,
-        seq_len=config.data.seq_len,
-        rows=max(1, derived.micro_batch),
-        packing=config.data.packing,
-        max_tokens=config.evaluate.max_tokens,
-    )
-    prompts = choose_prompts(config.evaluate.prompts, dataset, config.evaluate.samples)
-    questions = _questions(prepared.tasks, derived, dataset.tokenizer)
-    checkpoints = build_checkpoints(derived, state, dataset, log, terminal, storage, prepared.resumed)
-    rollbacks = None
-    if states:
-        rollbacks = Rollbacks(config, run_dir, loader, checkpoints, log, terminal, states)
-    health = HealthRecords(log, terminal, loader, state.model.mesh) if state.watch else None
-    return _Hooks(
-        log,
-        terminal,
-        recording=Recording(log, terminal, memory, loader, flops, peak_flops),
-        health=health,
-        split=SplitRecords(log, derived, state, run_dir) if state.model.mesh.layout.world_size > 1 else None,
-        validation=Validation(log, terminal, derived, text, dataset, loader, prompts),
-        questions=Questions(log, terminal, derived.tasks_every, questions) if questions else None,
-        checkpoints=checkpoints,
-        rollbacks=rollbacks,
-        judging=Judging(log, terminal, health) if health and config.health.judgements else None,
-        run_dir=run_dir,
-        further=further,
-    )
-
-
-def _run(prepared: Prepared, state: TrainState, hooks: _Hooks, profile: Profile) -> StopRequest:
+def _run(prepared: Prepared, state: TrainState, hooks: Hooks, profile: Profile) -> StopRequest:
     """All steps, and the last checkpoint. Returns whether and by what it was stopped before its end."""
     derived = prepared.derived
     with hooks.terminal, stop_on_signals() as stop, profile as profiling:
@@ -259,7 +176,7 @@ def _run(prepared: Prepared, state: TrainState, hooks: _Hooks, profile: Profile)
                 assert hooks.rollbacks is not None
                 hooks.rollbacks.go_back(state, spike)
         except TrainingFailed as error:
-            kept = _tell_failure(prepared, state, hooks, error)
+            kept = tell_failure(prepared, state, hooks, error)
             raise TrainingFailed(f"{error}; {kept}") from error
         # Saved, or being saved, unless a signal stopped the run between two checkpoints.
         hooks.checkpoints.stop(state, lambda: stop.deadline(derived.config.checkpoint.grace))
@@ -277,35 +194,6 @@ def _batches(prepared: Prepared, state: TrainState) -> Iterator[Batch]:
     return prepared.loader.iterate(state.step, lambda step: data_rows(model, sizes.rows(step)))
 
 
-def _tell_failure(prepared: Prepared, state: TrainState, hooks: _Hooks, error: TrainingFailed) -> str:
-    """Save what is worth it, and write the stop report. Returns in words what there is to go back to."""
-    log, checkpoints = hooks.log, hooks.checkpoints
-    log.event(state.step, "warning", str(error))
-    if error.judgement:
-        assert state.watch is not None
-        assert state.watch.monitor is not None
-        checkpoints.finish(state)  # and no more: its weights may be ruined
-        kept = checkpoints.kept_until(state, state.watch.monitor.good_before(state.step))
-    else:
-        checkpoints.stop(state)
-        kept = checkpoints.kept()
-    if hooks.health and error.bad:
-        hooks.health.tell_failed(state.step + 1, error.bad)
-    if not (error.judgement or error.bad):
-        return kept
-    mesh, written = state.model.mesh, False
-    path = hooks.run_dir / STOP_REPORT
-    if mesh.is_main:
-        try:
-            write_stop_report(hooks.run_dir, state.step, str(error), kept, prepared.dataset)
-            written = True
-        except OSError as problem:
-            log.event(state.step, "warning", f"{problem.filename}: cannot be written ({problem.strerror})")
-    if agree(written, mesh):  # all ranks fail with the same words
-        kept += f"; the batches, their documents and what to do: {path}"
-    return kept
-
-
 def _end(run_dir: Path, result: Result, recording: Recording, console: Console) -> None:
     try:
         run_directory.write_summary(run_dir, asdict(result))
@@ -317,21 +205,3 @@ def _end(run_dir: Path, result: Result, recording: Recording, console: Console) 
 def _baselines(config: RunConfig, dataset: Dataset, console: Console) -> dict[str, float]:
     compressors = compression_baselines(dataset, max_tokens=config.evaluate.max_tokens, progress=not console.quiet)
     return {name: row.best for name, row in compressors.items()}
-
-
-def _questions(tasks: TaskRunner | None, derived: Derived, tokenizer: Any) -> Any:
-    """What asks the configured question sets; None where there are none."""
-    if tasks is None:
-        return None
-
-    def run(state: TrainState) -> dict[str, float]:
-        """Asked by rank 0 of the whole model; the answers are everybody's, since they may decide which step is best."""
-        model = whole_model(state.model)
-
-        def ask() -> dict[str, float]:
-            assert model is not None
-            return dict(tasks.run(model, tokenizer, precision=derived.precision))
-
-        return on_rank_0(state.model.mesh, ask)
-
-    return run
