@@ -11,11 +11,11 @@ from unittest.mock import patch
 import torch
 from split_jobs import MACHINE
 
-from modelworks.config import parse_run_config
+from modelworks.config import RunConfig, parse_run_config
 from modelworks.data import TrainLoader
 from modelworks.models import DocumentContext
-from modelworks.optim import build_optimizer
-from modelworks.parallel import Mesh, split_model
+from modelworks.optim import Optimizer, build_optimizer
+from modelworks.parallel import Mesh, SplitModel, split_model
 from modelworks.train import PRECISIONS, TrainingFailed, compute_gradients, data_rows, loop, train
 from modelworks.train.health import Watch, micro_gradients
 from modelworks.train.health.cosine import ConsecutiveCosine, cosine
@@ -38,10 +38,7 @@ def figures(mesh: Mesh, overrides: list[str], precision: str = "float64") -> lis
     """Of every layer in two steps; of one process also computed plainly, from whole tensors."""
     config = parse_run_config(STEPS, "test", overrides)
     exact = FLOAT64 if precision == "float64" else PRECISIONS[precision]
-    model = split_model(config, mesh, dtype=exact.parameter_dtype)
-    model.train()
-    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
-    watch = Watch(config, model, optimizer, warmup_steps=0)
+    model, optimizer, watch = _watched(config, mesh, exact)
     assert watch.probes is not None
     found = []
     for step in range(2):
@@ -195,10 +192,7 @@ def shown(mesh: Mesh, overrides: list[str], precision: str = "float64") -> list[
     """What three steps show."""
     config = parse_run_config(NOISE, "test", overrides)
     exact = FLOAT64 if precision == "float64" else PRECISIONS[precision]
-    model = split_model(config, mesh, dtype=exact.parameter_dtype)
-    model.train()
-    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
-    watch = Watch(config, model, optimizer, warmup_steps=0)
+    model, optimizer, watch = _watched(config, mesh, exact)
     assert watch.probes is not None
     found = []
     for step in range(3):
@@ -262,3 +256,10 @@ def cosines(mesh: Mesh, overrides: list[str]) -> list[tuple[float, float]]:
     n_parameters = sum(tensor.numel() for tensor in now.values())
     found.append((sampled.n_bytes / (4 * n_parameters), 0.0))
     return found
+
+
+def _watched(config: RunConfig, mesh: Mesh, precision: Precision) -> tuple[SplitModel, Optimizer, Watch]:
+    model = split_model(config, mesh, dtype=precision.parameter_dtype)
+    model.train()
+    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
+    return model, optimizer, Watch(config, model, optimizer, warmup_steps=0)

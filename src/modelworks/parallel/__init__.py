@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from modelworks.parallel.mesh import single_process as single_process
     from modelworks.parallel.offload import state_allocator as state_allocator
     from modelworks.parallel.pipeline.edges import EdgeShapes as EdgeShapes
+    from modelworks.parallel.shown_context import ShownContext as ShownContext
     from modelworks.parallel.tensor import dropout_keys as dropout_keys
     from modelworks.parallel.tensor import shard_tensor as shard_tensor
     from modelworks.parallel.traffic import Traffic as Traffic
-    from modelworks.parallel.untraced import not_traced as not_traced
     from modelworks.parallel.watch import RankLost as RankLost
     from modelworks.parallel.watch import process_group as process_group
     from modelworks.parallel.world import World as World
@@ -65,6 +65,7 @@ _HOME = {
     "RankFailed": "launching",
     "RankLost": "watch",
     "RingContext": "context",
+    "ShownContext": "shown_context",
     "SplitModel": "apply",
     "Traffic": "traffic",
     "UlyssesContext": "context",
@@ -83,7 +84,6 @@ _HOME = {
     "merge_": "attention_parts",
     "partial_attention": "attention_parts",
     "partial_attention_gradients": "attention_parts",
-    "not_traced": "untraced",
     "process_group": "watch",
     "reduce_totals_": "expert",
     "row_order": "context",

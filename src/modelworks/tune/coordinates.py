@@ -29,7 +29,7 @@ from modelworks.data.batch import Batch
 from modelworks.models import CausalContext, DocumentContext, Transformer
 from modelworks.models.layers.experts import MixtureOfExperts, Router
 from modelworks.optim import build_optimizer
-from modelworks.parallel import single_process, split_model
+from modelworks.parallel import ShownContext, single_process, split_model
 from modelworks.train import PRECISIONS, NonFiniteStep, apply_gradients, compute_gradients
 from modelworks.tune.widths import at_width
 
@@ -184,7 +184,14 @@ def _activations(model: Transformer, batch: Batch, config: RunConfig) -> dict[st
     model.eval()
     found: dict[str, Tensor] = {}
     whole_rows = config.data.packing == "across"
-    context = _Listening(None if whole_rows else batch.document_ids, found)
+
+    def keep_scores(layer: int, q_BTHK: Tensor, k_BTGK: Tensor, window: int | None) -> None:
+        q_HTK, k_GTK = (x[0, :LONGEST_SCORES].transpose(0, 1) for x in (q_BTHK, k_BTGK))
+        k_HTK = k_GTK.repeat_interleave(q_HTK.shape[0] // k_GTK.shape[0], dim=0)
+        # Of each query with itself and all before it: those that attention sees.
+        found[f"blocks.{layer}.attention_scores"] = (q_HTK @ k_HTK.mT / math.sqrt(q_HTK.shape[-1])).tril()
+
+    context = ShownContext(CausalContext() if whole_rows else DocumentContext(batch.document_ids), keep_scores)
     with _listening(model, found):
         hidden = model(batch.tokens, batch.positions, context)
     found["logits"] = model.logits(hidden)
@@ -220,34 +227,3 @@ def _listening(model: Transformer, found: dict[str, Tensor]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Listening:
-    """A context that notes the attention scores of the first row's first tokens, and attends as any other."""
-
-    dropout = None
-    routing = None
-
-    def __init__(self, document_ids: Tensor | None, found: dict[str, Tensor]) -> None:
-        self._inner = CausalContext() if document_ids is None else DocumentContext(document_ids)
-        self._found = found
-
-    def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._inner.prepare(length, window, dtype, device)
-
-    def attend(
-        self,
-        layer: int,
-        q_BTHK: Tensor,
-        k_BTGK: Tensor,
-        v_BTGK: Tensor,
-        *,
-        window: int | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        q_HTK, k_GTK = (x[0, :LONGEST_SCORES].transpose(0, 1) for x in (q_BTHK, k_BTGK))
-        k_HTK = k_GTK.repeat_interleave(q_HTK.shape[0] // k_GTK.shape[0], dim=0)
-        # Of each query with itself and all before it: those that attention sees.
-        scores = (q_HTK @ k_HTK.mT / math.sqrt(q_HTK.shape[-1])).tril()
-        self._found[f"blocks.{layer}.attention_scores"] = scores
-        return self._inner.attend(layer, q_BTHK, k_BTGK, v_BTGK, window=window, dropout=dropout)

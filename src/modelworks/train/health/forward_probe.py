@@ -13,14 +13,12 @@ it, uncounted in the traffic of the run. What is recomputed in the backward pass
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from modelworks.models import AttentionContext
-from modelworks.parallel import Mesh, not_traced, sequence_columns
+from modelworks.parallel import Mesh, ShownContext, sequence_columns
 
 ROWS = 4
 _QUERIES = 128  # at a time
@@ -50,7 +48,7 @@ class ForwardProbe:
     def context(self, inner: AttentionContext, documents: Tensor | None, columns: Tensor | None) -> AttentionContext:
         """`inner`, which shows its queries and keys. documents: int (rows, this rank's columns); columns: which they
         are, None for all."""
-        return _Shown(inner, lambda *shown: self._attention(documents, columns, *shown))
+        return ShownContext(inner, lambda *shown: self._attention(documents, columns, *shown))
 
     @torch.no_grad()
     def _attention(
@@ -117,29 +115,3 @@ def largest_logit(
                     visible &= query_documents[row, some][:, None] == key_documents[row, :end]
                 largest = torch.maximum(largest, scores_tS.masked_fill(~visible, -math.inf).amax())
     return largest.double()
-
-
-class _Shown:
-    """An attention context that shows what it is given before it attends."""
-
-    def __init__(self, inner: AttentionContext, show: Callable[[int, Tensor, Tensor, int | None], None]) -> None:
-        self._inner, self._show = inner, show
-        self.dropout, self.routing = inner.dropout, inner.routing
-
-    def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._inner.prepare(length, window, dtype, device)
-
-    @not_traced
-    def attend(
-        self,
-        layer: int,
-        q_BTHK: Tensor,
-        k_BTGK: Tensor,
-        v_BTGK: Tensor,
-        *,
-        window: int | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        with _disable_current_modes():  # selective recomputation would keep the products, and give them out again
-            self._show(layer, q_BTHK, k_BTGK, window)
-        return self._inner.attend(layer, q_BTHK, k_BTGK, v_BTGK, window=window, dropout=dropout)
