@@ -26,7 +26,7 @@ from modelworks.checkpoint.faults import at_each_point
 from modelworks.config import UserError, load_run_config, training_flops_per_token
 from modelworks.data import build_dataset
 from modelworks.records import Record, read_records
-from modelworks.train import TrainingFailed, hooks, job, loop, preparation, train
+from modelworks.train import TrainingFailed, assembly, hooks, job, loop, preparation, train
 from modelworks.train.recording import RunLog
 from modelworks.train.run_directory import clear, cut_records, locked
 
@@ -440,7 +440,7 @@ def test_samples_and_questions_that_fail_do_not_end_training(
         raise UserError("the model's logits are not finite")
 
     monkeypatch.setattr(hooks, "sample_texts", fails)
-    monkeypatch.setattr(job, "_questions", lambda *_: fails)
+    monkeypatch.setattr(assembly, "_questions", lambda *_: fails)
     result = train(tiny_config("train.duration=2 steps", "evaluate.samples=1"), tmp_path / "run", machine=tiny_machine)
     assert result.steps == 2
     assert result.checkpoint is not None
