@@ -59,10 +59,7 @@ def in_stretches(
     columns: "value", "gradient" or a state's kind. scalars: for each piece, converted to its dtype. backwards: from the
     last stretch to the first: what a pass before this one touched last is still in the cache.
     """
-    jobs = [
-        (kernel, *stretch, *numbers)
-        for _, stretch, numbers in _stretches(pieces, columns, scalars)
-    ]  # fmt: skip
+    jobs = [(kernel, *stretch, *numbers) for _, stretch, numbers in _stretches(pieces, columns, scalars)]
     run(jobs[::-1] if backwards else jobs)
 
 
