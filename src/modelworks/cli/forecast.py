@@ -7,7 +7,7 @@ hundredths of a second.
 from __future__ import annotations
 
 from modelworks.config import RunConfig, UserError
-from modelworks.hardware import Device, Machine, match_cuda_name, this_machine
+from modelworks.hardware import Device, Machine, match_cuda_name, this_machine, unused_calibration
 from modelworks.layout import Layout
 from modelworks.train.forecast import Forecast
 
@@ -38,8 +38,8 @@ def _device(config: RunConfig, machine: Machine, n_hosts: int) -> tuple[Device, 
         most = here.measured[-1].ranks
         more = f"; {ranks} processes as if {most} shared the cores longer" if ranks > most else ""
         return here, f"from rates measured here on {here.measured_on.at[:10]}{more}"
-    _, mark, stale = here.note.partition("the calibration that is there")
-    told = f"; {mark}{stale.removesuffix(')')}" if mark else ""
+    why = unused_calibration()
+    told = f"; {why}" if why else ""
     return _as_fast(here, machine), (
         "from another machine's rates, as far as its matrix products tell them: right to a factor of two "
         f"(modelworks plan --calibrate measures this one{told})"

@@ -34,6 +34,7 @@ from modelworks.hardware.this_machine import (
     calibration_file,
     device,
     this_machine,
+    unused_calibration,
     write_device,
 )
 from modelworks.lazy_names import lazily
@@ -77,6 +78,7 @@ __all__ = [
     "non_negative_fit",
     "peak_flops",
     "this_machine",
+    "unused_calibration",
     "user_directory",
     "write_device",
 ]

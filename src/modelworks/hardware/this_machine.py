@@ -53,7 +53,18 @@ def this_machine() -> Device:
     saved = catalogue().devices.get(THIS_MACHINE)
     if saved is not None and _is_of(saved.measured_on, found) and not saved.is_outdated:
         return saved
-    return _assumed(found, stale=saved)
+    return _assumed(found)
+
+
+def unused_calibration() -> str | None:
+    """Of a machine that is not calibrated: why the calibration that is there does not serve, None where none is."""
+    there = catalogue().devices.get(THIS_MACHINE)
+    if there is None or there.measured_on is None:
+        return None
+    on = there.measured_on
+    if there.is_outdated:
+        return f"the calibration that is there of {on.at[:10]} is an earlier version's: calibrate again"
+    return f"the calibration that is there is of {on.cpu} with {on.cores} cores"
 
 
 def calibration_file() -> Path:
@@ -106,16 +117,12 @@ def _is_of(measured_on: MeasuredOn | None, found: MachineFacts) -> bool:
     return measured_on is not None and (measured_on.cpu, measured_on.cores) == (found.cpu, found.cores)
 
 
-def _assumed(found: MachineFacts, stale: Device | None) -> Device:
+def _assumed(found: MachineFacts) -> Device:
     whole_catalogue = catalogue()
     reference = whole_catalogue.device(REFERENCE)
     note = f"not calibrated: rates of {whole_catalogue.source(reference, 'measured')}"
-    if stale is not None and stale.measured_on is not None:
-        there = stale.measured_on
-        what = f"is of {there.cpu} with {there.cores} cores"
-        if stale.is_outdated:
-            what = f"of {there.at[:10]} is an earlier version's: calibrate again"
-        note += f" (the calibration that is there {what})"
+    if why := unused_calibration():
+        note += f" ({why})"
     whole = reference.measured[0]
     counts = [ranks for ranks in (1, 2, 4, 8, 16, 32, 64, 128, 256) if ranks <= found.cores]
     # a rank has cores / ranks threads where the reference had whole.threads
