@@ -1,0 +1,1 @@
+"""Serving a model: engine, scheduler, cache, API. The scheduler knows no tensors."""

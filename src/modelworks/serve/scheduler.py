@@ -1,0 +1,233 @@
+"""What the model computes next: one rule, four steps, no tensors.
+
+Every running sequence catches up from `n_computed` to `n_tokens` (`serve.sequence`). A step has a budget of tokens:
+
+    1. expire   what is past its deadline ends
+    2. decode   every running sequence that lacks one token gets it; where no block is free for it, the least urgent
+                running sequence gives its blocks back and will be computed again (recomputation: Kwon et al. 2023)
+    3. chunks   what is left of the budget goes to running sequences that lack more, the most urgent first
+    4. admit    and then to waiting ones, as long as all their blocks fit and a reserve stays free
+
+Decoding first bounds how long a long prompt delays others: by one chunk (Agrawal et al. 2024, 2403.02310). A sequence
+has blocks for all its tokens from its admission, so only decoding ever runs short of them.
+
+Progress: the most urgent running sequence is always served. Whoever is admitted fits the pool alone (`submit` refuses
+others), it may take the blocks of all others, and its urgency grows while it waits. No thrash: nothing is admitted in a
+step that threw something out, and the reserve is for those who run.
+
+The caller runs the model on a `Step`, tells what was `computed`, and gives each sequence that `samples` its next token
+with `append`; or `fork`s it before that, or `finish`es it. Those that were aborted meanwhile are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass, field
+
+from modelworks.serve.blocks import BlockPool
+from modelworks.serve.sequence import Sequence, Status
+from modelworks.serve.waiting import WaitingQueue
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens `start` to `start + count` of a sequence. samples: the last of them gives the next token."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.count == self.sequence.n_tokens
+
+
+@dataclass
+class Step:
+    """copies: (from, to) blocks that must be copied before anything is written. expired: sequences that ended at their
+    deadline. preempted: those that gave their blocks back and wait again."""
+
+    work: list[Work] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    expired: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(work.count for work in self.work)
+
+
+class Scheduler:
+    """token_budget: tokens of a step. max_running: sequences that are admitted to run at once. reserve: part of all
+    blocks that admission leaves free."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        waiting: WaitingQueue,
+        *,
+        token_budget: int = 512,
+        max_running: int = 64,
+        reserve: float = 0.02,
+    ) -> None:
+        if not 1 <= max_running < token_budget:
+            raise ValueError(
+                f"a step of {token_budget} tokens leaves no room for prompts beside {max_running} sequences"
+            )
+        self.pool, self.waiting = pool, waiting
+        self.token_budget, self.max_running = token_budget, max_running
+        self.reserve = int(reserve * pool.n_blocks)
+        self.running: list[Sequence] = []
+        self.n_preempted = 0  # so far
+        self.n_tokens_lost = 0  # computed, given up, and computed again
+
+    def submit(self, sequence: Sequence) -> None:
+        """Into the queue. Raises ValueError for one that can never run, Overloaded where the queue is full."""
+        if not 0 < sequence.n_tokens <= sequence.max_tokens:
+            raise ValueError(f"{sequence.n_tokens} tokens given, of at most {sequence.max_tokens}")
+        if self._blocks_for(sequence.max_tokens) > self.pool.n_blocks:
+            room = self.pool.n_blocks * self.pool.block_size
+            raise ValueError(f"{sequence.max_tokens} tokens may be needed, the cache has room for {room}")
+        if sequence.width > self.max_running:
+            raise ValueError(f"{sequence.width} sequences at once, at most {self.max_running} can run")
+        self.waiting.add(sequence)
+
+    def schedule(self, now: float) -> Step:
+        """What to compute next. Empty where nothing can be: all is done, or all that waits must go on waiting."""
+        step = Step()
+        self._expire(step, now)
+        self.running.sort(key=lambda sequence: self.waiting.urgency(sequence, now))
+        self._decode(step)
+        self._chunks(step)
+        if not step.preempted:
+            self._admit(step, now)
+        return step
+
+    def computed(self, step: Step) -> None:
+        """The step has run: what it computed is in the cache. Full blocks can be found by others from now on."""
+        for work in step.work:
+            sequence = work.sequence
+            if sequence.status is Status.RUNNING and sequence.n_computed == work.start:
+                sequence.n_computed += work.count
+                self._remember(sequence)
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """The next token of a sequence that has caught up."""
+        if sequence.status is Status.RUNNING:
+            sequence.tokens.append(token)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` goes on where `parent` is: it shares all its blocks, of which the last is copied by whoever writes to
+        it first. The caller has made it with the parent's tokens."""
+        if parent.status is not Status.RUNNING or child.tokens != parent.tokens:
+            raise ValueError(f"{parent.id} cannot be forked into {child.id}: it does not run, or their tokens differ")
+        self.pool.share(parent.blocks)
+        child.blocks, child.n_computed = list(parent.blocks), parent.n_computed
+        child.n_remembered, child.order, child.arrived = parent.n_remembered, parent.order, parent.arrived
+        child.status = Status.RUNNING
+        self.running.append(child)
+
+    def finish(self, sequence: Sequence) -> None:
+        """It ends, in whatever state it is; ending twice is ending once."""
+        if sequence.status is Status.WAITING and sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._give_back(sequence)
+        sequence.status = Status.FINISHED
+
+    def _expire(self, step: Step, now: float) -> None:
+        step.expired = self.waiting.expired(now) + [each for each in self.running if each.deadline <= now]
+        for sequence in step.expired:
+            self.finish(sequence)
+
+    def _decode(self, step: Step) -> None:
+        for sequence in list(self.running):
+            if len(step.work) == self.token_budget:  # only forks can make so many
+                return
+            if sequence.status is Status.RUNNING and sequence.n_pending == 1 and self._has_room(sequence, step):
+                step.work.append(Work(sequence, sequence.n_computed, 1))
+
+    def _chunks(self, step: Step) -> None:
+        left = self.token_budget - step.n_tokens
+        for sequence in self.running:
+            if left > 0 and sequence.n_pending > 1:
+                count = min(sequence.n_pending, left)
+                step.work.append(Work(sequence, sequence.n_computed, count))
+                left -= count
+
+    def _admit(self, step: Step, now: float) -> None:
+        left = self.token_budget - step.n_tokens
+        for sequence in self.waiting.by_urgency(now):
+            if left <= 0 or len(self.running) + sequence.width > self.max_running:
+                return
+            found = self._found(sequence)
+            needed = self._blocks_for(sequence.n_tokens) - len(found)
+            free = self.pool.n_free - self.pool.n_free_of(found)
+            if free < needed + (self.reserve if self.running else 0):
+                return  # those behind it wait too, or a large one would wait for ever
+            self.waiting.remove(sequence)
+            self.pool.share(found)
+            sequence.blocks = found + self.pool.take(needed)
+            sequence.n_computed = sequence.n_from_cache = len(found) * self.pool.block_size
+            sequence.n_remembered = len(found)
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+            count = min(sequence.n_pending, left)
+            step.work.append(Work(sequence, sequence.n_computed, count))
+            left -= count
+
+    def _has_room(self, sequence: Sequence, step: Step) -> bool:
+        """Whether the sequence can write its last token: into a block of its own. Others give theirs up for it, itself
+        at last."""
+        place = (sequence.n_tokens - 1) // self.pool.block_size
+        if place < len(sequence.blocks) and self.pool.references(sequence.blocks[place]) == 1:
+            return True
+        while not self.pool.n_free:
+            victim = self.running[-1]  # the least urgent; the more urgent have their work already
+            self._preempt(victim, step)
+            if victim is sequence:
+                return False
+        (block,) = self.pool.take(1)
+        if place == len(sequence.blocks):
+            sequence.blocks.append(block)
+        elif self.pool.references(shared := sequence.blocks[place]) == 1:
+            self.pool.release([block])  # who shared it was the victim
+        else:
+            step.copies.append((shared, block))
+            self.pool.release([shared])
+            sequence.blocks[place] = block
+        return True
+
+    def _preempt(self, sequence: Sequence, step: Step) -> None:
+        self.running.remove(sequence)
+        self.n_preempted += 1
+        self.n_tokens_lost += sequence.n_computed
+        sequence.n_preempted += 1
+        self._give_back(sequence)
+        sequence.status, sequence.width = Status.WAITING, 1
+        self.waiting.put_back(sequence)
+        step.preempted.append(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """The one way in which a sequence's blocks are released."""
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.n_computed = sequence.n_remembered = 0
+
+    def _found(self, sequence: Sequence) -> list[int]:
+        """Blocks of its prefix that are known, never all of its tokens: the last one's logits are wanted."""
+        if not sequence.reuses_prefix:
+            return []
+        return self.pool.find(sequence.keys.upto(sequence.tokens, (sequence.n_tokens - 1) // self.pool.block_size))
+
+    def _remember(self, sequence: Sequence) -> None:
+        full = sequence.n_computed // self.pool.block_size
+        if sequence.reuses_prefix and full > sequence.n_remembered:
+            keys: Sequence_[bytes] = sequence.keys.upto(sequence.tokens, full)
+            for place in range(sequence.n_remembered, full):
+                self.pool.remember(sequence.blocks[place], keys[place])
+            sequence.n_remembered = full
+
+    def _blocks_for(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.pool.block_size)
