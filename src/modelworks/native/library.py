@@ -119,6 +119,6 @@ def _build(compiler: str, sources: tuple[Path, ...], flags: tuple[str, ...], pat
         except (OSError, subprocess.SubprocessError) as error:
             raise Unavailable(f"{compiler} could not build {path.stem} ({error})") from None
         if done.returncode != 0:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+            first = next((line for line in done.stderr.splitlines() if " error: " in line), done.stderr.strip())
             raise Unavailable(f"{compiler} could not build {path.stem}: {first}")
         os.replace(built, path)
