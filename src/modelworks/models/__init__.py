@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from modelworks.models.context import CachedContext as CachedContext
     from modelworks.models.context import CausalContext as CausalContext
     from modelworks.models.context import DocumentContext as DocumentContext
+    from modelworks.models.context import additive as additive
+    from modelworks.models.context import attend_one as attend_one
+    from modelworks.models.context import grouped_attention as grouped_attention
     from modelworks.models.dropout import DropoutKey as DropoutKey
     from modelworks.models.dtypes import default_dtype as default_dtype
     from modelworks.models.families import NameEntry as NameEntry
@@ -57,11 +60,14 @@ _HOME = {
     "Sampling": "sampling",
     "Transformer": "transformer",
     "activation_bytes": "recompute",
+    "additive": "context",
+    "attend_one": "context",
     "canonical_name": "families",
     "default_dtype": "dtypes",
     "entries_by_name": "families",
     "from_hugging_face": "families",
     "generate": "generation",
+    "grouped_attention": "context",
     "initial_values": "initialization",
     "initialize": "initialization",
     "initialize_slice": "initialization",

@@ -150,11 +150,13 @@ class CachedContext:
         k_BGSK, v_BGSK = self._append(layer, k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2))
         q_BHTK = q_BTHK.transpose(1, 2)
         if n_new == 1:
-            return _attend_one(q_BHTK, k_BGSK, v_BGSK, window).transpose(1, 2)
+            if window is not None:
+                k_BGSK, v_BGSK = k_BGSK[:, :, -window:], v_BGSK[:, :, -window:]
+            return attend_one(q_BHTK, k_BGSK, v_BGSK).transpose(1, 2)
         if past == 0 and (window is None or window >= n_new):
-            return _sdpa(q_BHTK, k_BGSK, v_BGSK, None).transpose(1, 2)
-        mask = _additive(_causal(n_new, past + n_new, window, q_BTHK.device), q_BTHK.dtype)
-        return _sdpa(q_BHTK, k_BGSK, v_BGSK, mask).transpose(1, 2)
+            return grouped_attention(q_BHTK, k_BGSK, v_BGSK, None).transpose(1, 2)
+        mask = additive(_causal(n_new, past + n_new, window, q_BTHK.device), q_BTHK.dtype)
+        return grouped_attention(q_BHTK, k_BGSK, v_BGSK, mask).transpose(1, 2)
 
     def _append(self, layer: int, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values; return all of the layer's, as views (B, G, S, K)."""
@@ -185,7 +187,7 @@ class _Masks:
             visible = _causal(length, length, window, device)[None]
             if self.document_ids is not None:
                 visible = visible & (self.document_ids[:, :, None] == self.document_ids[:, None, :])
-            self._made[key] = _additive(visible[:, None], dtype)
+            self._made[key] = additive(visible[:, None], dtype)
         return self._made[key]
 
 
@@ -207,10 +209,10 @@ def _attend_row(
     if q_BTHK.device.type == "cpu" and q_BTHK.requires_grad and q_BTHK.shape[1] <= LONGEST_BLOCKWISE:
         # Faster forward and backward than torch's kernel, for the price of the weights' memory.
         return blockwise_attention(q_BTHK, k_BTGK, v_BTGK, mask)
-    return _sdpa(q_BHTK, k_BGTK, v_BGTK, mask).transpose(1, 2)
+    return grouped_attention(q_BHTK, k_BGTK, v_BGTK, mask).transpose(1, 2)
 
 
-def _sdpa(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:
+def grouped_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -> Tensor:
     """PyTorch's fused attention; causal where no mask is given (then T = S)."""
     grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
     if grouped and mask is not None and q_BHTK.device.type != "cpu":
@@ -222,13 +224,12 @@ def _sdpa(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None) -
     )
 
 
-def _attend_one(q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, window: int | None) -> Tensor:
-    """One new token sees all keys: the heads of a group become its queries, and no key is ever copied."""
-    if window is not None:
-        k_BGSK, v_BGSK = k_BGSK[:, :, -window:], v_BGSK[:, :, -window:]
+def attend_one(q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None = None) -> Tensor:
+    """One new token in each row sees all keys, or those that `mask` (B, 1, 1, S) adds 0 to: the heads of a group become
+    its queries, and no key is ever copied."""
     rows, n_groups, _, head_dim = k_BGSK.shape
     q_BGQK = q_BH1K.reshape(rows, n_groups, -1, head_dim)
-    return F.scaled_dot_product_attention(q_BGQK, k_BGSK, v_BGSK).flatten(1, 2).unsqueeze(2)
+    return F.scaled_dot_product_attention(q_BGQK, k_BGSK, v_BGSK, attn_mask=mask).flatten(1, 2).unsqueeze(2)
 
 
 def _plain_attention(
@@ -243,7 +244,7 @@ def _plain_attention(
     """Attention written out, the only path with dropout on its weights: fused kernels draw from their own stream."""
     length = q_BHTK.shape[2]
     if mask is None:
-        mask = _additive(_causal(length, length, None, q_BHTK.device), q_BHTK.dtype)
+        mask = additive(_causal(length, length, None, q_BHTK.device), q_BHTK.dtype)
     k_BHTK, v_BHTK = _expanded(k_BGTK, q_BHTK.shape[1]), _expanded(v_BGTK, q_BHTK.shape[1])
     scores_BHTS = q_BHTK @ k_BHTK.transpose(-1, -2) / math.sqrt(q_BHTK.shape[-1]) + mask
     wide = torch.float64 if scores_BHTS.dtype == torch.float64 else torch.float32
@@ -265,7 +266,8 @@ def _causal(n_queries: int, n_keys: int, window: int | None, device: torch.devic
     return visible if window is None else visible & (key > query - window)
 
 
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, -inf where not."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -math.inf)
 
 

@@ -10,6 +10,7 @@ was rotated by it), and only its place in the table is another.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,6 +52,21 @@ class RaggedBatch:
     @property
     def n_sequences(self) -> int:
         return self.lengths.shape[0]
+
+    def alone(self) -> list[RaggedBatch]:
+        """A batch of each sequence. Their wanted tokens, one batch after the other, are those of this batch."""
+        batches = []
+        for s, (start, stop) in enumerate(itertools.pairwise(self.starts.tolist())):
+            own = slice(start, stop)
+            wanted = self.wanted[(self.wanted >= start) & (self.wanted < stop)] - start
+            starts = torch.tensor([0, stop - start], dtype=torch.int32)
+            batches.append(
+                RaggedBatch(
+                    self.tokens[own], self.positions[own], self.slots[own], starts,
+                    self.lengths[s : s + 1], self.tables[s : s + 1], wanted,
+                )
+            )  # fmt: skip
+        return batches
 
 
 class BatchBuilder:

@@ -17,6 +17,7 @@ from modelworks.config import ModelConfig, UserError
 from modelworks.models import Transformer
 from modelworks.native import Unavailable
 from modelworks.serve.batch import RaggedBatch
+from modelworks.serve.torch_executor import TorchExecutor
 
 Native = Literal["auto", "on", "off"]
 
@@ -70,9 +71,7 @@ def build_executor(
             if native == "on":
                 raise UserError(f"native: the compiled step cannot run here: {reason}; use auto or off") from None
             logging.getLogger(__name__).warning("steps run in torch, not compiled: %s", reason)
-    from modelworks.serve.torch_executor import TorchExecutor  # type: ignore[import-not-found]
-
-    return TorchExecutor(  # type: ignore[no-any-return]
+    return TorchExecutor(
         model, n_blocks=n_blocks, block_size=block_size, kv_dtype=kv_dtype, batch_invariant=batch_invariant
     )
 

@@ -1,0 +1,188 @@
+"""`PagedContext`: attention of a ragged batch over a paged cache, for the same layers that train.
+
+Every layer writes its new keys and values first, and then attends to what the cache holds:
+
+    one new token    many sequences at once: their blocks are gathered side by side, short tables are padded with blocks
+                     of the same sequence, and a mask hides what is not seen
+    a chunk          sequence by sequence, its blocks gathered; a prompt's beginning reads its own keys directly, where
+                     the cache holds them exactly
+
+Nothing is read but a sequence's own blocks: numbers that are not finite stay with whom they belong to. Which indices
+and masks that takes is worked out once a step, for all layers. With a window, blocks before it are not gathered.
+
+Letters: T tokens, S sequences, L keys, H query heads, G key/value heads, K head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelworks.models import DropoutKey, Routing, additive, attend_one, grouped_attention
+from modelworks.serve.batch import RaggedBatch
+from modelworks.serve.kv_cache import KVCache
+
+# Keys gathered at once, on a CPU and elsewhere: beyond this, more calls are cheaper than memory that fits no cache.
+GATHERED_KEYS = 1 << 15, 1 << 20
+_PADDING = 1.5  # at most so many times the keys that are there, before tables of like lengths are put together
+
+
+class PagedContext:
+    """The context of one step. The batch's rows are one: tokens (1, T)."""
+
+    dropout: DropoutKey | None = None
+    routing: Routing | None = None
+
+    def __init__(self, cache: KVCache, batch: RaggedBatch) -> None:
+        self._cache, self._batch = cache, batch
+
+    def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        """Indices and masks of all layers, and blocks that begin emptied."""
+        cache, batch = self._cache, self._batch
+        self._slots = batch.slots.to(device)
+        if len(begun := _begun(batch.slots, cache.block_size)):
+            cache.clear(begun.to(device))
+        starts, lengths = batch.starts.long(), batch.lengths.long()
+        counts = starts.diff()
+        one = (counts == 1).nonzero().flatten()
+        seen = lengths if window is None else lengths.clamp(max=window)
+        first, last = (lengths - seen) // cache.block_size, (lengths - 1) // cache.block_size
+        most = GATHERED_KEYS[device.type != "cpu"] // cache.block_size
+        self._singles = [
+            self._single(
+                starts[group],
+                lengths[group],
+                seen[group],
+                first[group],
+                last[group],
+                batch.tables[group],
+                dtype,
+                device,
+            )
+            for group in (one[part] for part in _groups((last - first + 1)[one], most))
+        ]
+        self._chunks = [
+            self._chunk(int(starts[s]), int(counts[s]), int(lengths[s]), batch.tables[s], window, dtype, device)
+            for s in (counts > 1).nonzero().flatten().tolist()
+        ]
+
+    def attend(
+        self,
+        layer: int,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGK: Tensor,
+        *,
+        window: int | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """As every context's; rows must be one."""
+        q_THK, k_TGK, v_TGK = q_BTHK[0], k_BTGK[0], v_BTGK[0]
+        self._cache.write(layer, self._slots, k_TGK, v_TGK)
+        if len(self._singles) == 1 and not self._chunks and self._singles[0].in_order:
+            return self._attend_single(layer, q_THK, self._singles[0])[None]
+        out_THK = torch.empty_like(q_THK)
+        for single in self._singles:
+            out_THK[single.tokens] = self._attend_single(layer, q_THK[single.tokens], single)
+        for chunk in self._chunks:
+            part = slice(chunk.start, chunk.stop)
+            if chunk.blocks is None:
+                k_LGK, v_LGK = k_TGK[None, part], v_TGK[None, part]
+            else:
+                k_LGK, v_LGK = self._cache.read(layer, chunk.blocks)
+            q_HTK = q_THK[None, part].transpose(1, 2)
+            out_HTK = grouped_attention(q_HTK, k_LGK.transpose(1, 2), v_LGK.transpose(1, 2), chunk.mask)
+            out_THK[part] = out_HTK[0].transpose(0, 1)
+        return out_THK[None]
+
+    def _attend_single(self, layer: int, q_SHK: Tensor, single: _Single) -> Tensor:
+        k_SLGK, v_SLGK = self._cache.read(layer, single.blocks)
+        return attend_one(q_SHK[:, :, None], k_SLGK.transpose(1, 2), v_SLGK.transpose(1, 2), single.mask)[:, :, 0]
+
+    def _single(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        seen: Tensor,
+        first: Tensor,
+        last: Tensor,
+        tables: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> _Single:
+        """Sequences with one new token. lengths: keys of each; seen: the last so many of them, which lie in the places
+        `first` to `last` of their tables."""
+        size = self._cache.block_size
+        place = first[:, None] + torch.arange(int((last - first).max()) + 1)
+        blocks = tables.long().gather(1, place.minimum(last[:, None]))
+        key = (place[:, :, None] * size + torch.arange(size)).flatten(1)
+        visible = (key < lengths[:, None]) & (key >= (lengths - seen)[:, None])
+        mask = None if bool(visible.all()) else additive(visible, dtype)[:, None, None].to(device)
+        in_order = bool((tokens == torch.arange(len(tokens))).all())
+        return _Single(tokens.to(device), blocks.to(device), mask, in_order)
+
+    def _chunk(
+        self,
+        start: int,
+        count: int,
+        length: int,
+        table: Tensor,
+        window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> _Chunk:
+        """A sequence with `count` new tokens and `length` keys."""
+        size, past = self._cache.block_size, length - count
+        if window is not None and window >= length:
+            window = None
+        if past == 0 and window is None and self._cache.exact:
+            return _Chunk(start, start + count, None, None)
+        first = 0 if window is None else max(0, past + 1 - window) // size
+        blocks = table[None, first : -(-length // size)].long()
+        query = torch.arange(past, length)[:, None]
+        key = torch.arange(first * size, (first + blocks.shape[1]) * size)
+        visible = key <= query if window is None else (key <= query) & (key > query - window)
+        return _Chunk(start, start + count, blocks.to(device), additive(visible, dtype).to(device))
+
+
+@dataclass(frozen=True)
+class _Single:
+    """tokens: int64 (S,), in the batch. blocks: int64 (S, width). mask: (S, 1, 1, L), None where all is seen. in_order:
+    these are the batch's first tokens."""
+
+    tokens: Tensor
+    blocks: Tensor
+    mask: Tensor | None
+    in_order: bool
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Tokens start to stop of the batch. blocks: int64 (1, width), None where the new keys are all there are. mask: (T,
+    L), None where it is causal."""
+
+    start: int
+    stop: int
+    blocks: Tensor | None
+    mask: Tensor | None
+
+
+def _begun(slots: Tensor, block_size: int) -> Tensor:
+    """The blocks whose first slot is among these and whose last is not."""
+    place = slots % block_size
+    begun, ended = slots[place == 0] // block_size, slots[place == block_size - 1] // block_size
+    return begun[~torch.isin(begun, ended)]
+
+
+def _groups(widths: Tensor, most: int) -> list[Tensor]:
+    """Indices of sequences that are gathered together, given their widths in blocks: of like widths, where padding
+    would cost more than calls do, and no more than `most` blocks at once."""
+    if not len(widths):
+        return []
+    groups = [torch.arange(len(widths))]
+    if len(widths) * int(widths.max()) > _PADDING * int(widths.sum()):
+        classes = widths.double().log2().ceil()
+        groups = [(classes == each).nonzero().flatten() for each in sorted(set(classes.tolist()))]
+    return [part for group in groups for part in torch.split(group, max(1, most // int(widths[group].max())))]

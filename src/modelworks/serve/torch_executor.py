@@ -1,0 +1,70 @@
+"""Steps in torch: the training modules under a paged context. Any model, any device, any format of cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from modelworks.models import Transformer
+from modelworks.serve.batch import RaggedBatch
+from modelworks.serve.kv_cache import KVCache, kv_bytes_per_block, resolve_kv_dtype
+from modelworks.serve.paged import PagedContext
+
+
+class TorchExecutor:
+    """See `modelworks.serve.executor.Executor`. The model's fused weights are packed, its values do not change."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        n_blocks: int,
+        block_size: int,
+        kv_dtype: str = "auto",
+        batch_invariant: bool = False,
+    ) -> None:
+        weight = model.head_weight()
+        self.config, self.n_blocks, self.block_size = model.config, n_blocks, block_size
+        self.kv_dtype = resolve_kv_dtype(kv_dtype, weight.dtype)
+        self.bytes_per_block = kv_bytes_per_block(model.config, block_size, self.kv_dtype)
+        self.device = weight.device
+        self._cache = KVCache(
+            model.config,
+            n_blocks=n_blocks,
+            block_size=block_size,
+            kv_dtype=self.kv_dtype,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        model.pack_storage()
+        self._model = model.eval()
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._cache.copy_blocks(pairs)
+
+    @torch.inference_mode()
+    def run(self, batch: RaggedBatch) -> Tensor:
+        parts = [batch] if self._of_one_rotation(batch) else batch.alone()
+        return torch.cat([self._run(part) for part in parts])
+
+    def close(self) -> None:
+        self._cache.close()
+
+    def _run(self, batch: RaggedBatch) -> Tensor:
+        tokens, positions = batch.tokens.to(self.device), batch.positions.to(self.device)
+        hidden = self._model(tokens[None], positions[None], PagedContext(self._cache, batch))
+        logits = self._model.logits(hidden[0].index_select(0, batch.wanted.to(self.device)))
+        return logits.to(torch.float32).cpu()
+
+    def _of_one_rotation(self, batch: RaggedBatch) -> bool:
+        """Whether the sequences share the frequencies of their rotation: the `dynamic` scaling's depend on the longest
+        of a forward pass, as soon as one is longer than the model was trained for."""
+        scaling = self.config.rope_scaling
+        if scaling is None or scaling.type != "dynamic":
+            return True
+        return int(batch.positions.max()) < (scaling.original_max_seq_len or self.config.max_seq_len)
