@@ -1,0 +1,280 @@
+#include "engine.h"
+
+namespace modelworks {
+namespace {
+
+constexpr int kAloneRows = 4;  // up to so many rows are normed by every thread for itself: a barrier would take longer
+constexpr float kLog2E = 1.4426950408889634f;
+
+}  // namespace
+
+BatchError Engine::check(const Batch& batch) const {
+  const int64_t n_slots = int64_t{shape_.n_blocks} * shape_.block_size;
+  const bool has_positions = batch.cosines != nullptr || weights_.positions != nullptr;
+  for (int t = 0; t < batch.n_tokens; t++) {
+    if (batch.tokens[t] < 0 || batch.tokens[t] >= shape_.vocab_size) return kBadToken;
+    if (batch.positions[t] < 0 || (has_positions && batch.positions[t] >= batch.n_positions)) return kBadPosition;
+    if (batch.slots[t] < 0 || batch.slots[t] >= n_slots) return kBadSlot;
+  }
+  for (int s = 0; s < batch.n_sequences; s++) {
+    const int n_tokens = batch.starts[s + 1] - batch.starts[s];
+    const int n_used = divide_up(batch.lengths[s], shape_.block_size);
+    if (n_tokens < 1 || batch.lengths[s] < n_tokens || n_used > batch.table_width) return kBadTable;
+    const int32_t* table = batch.tables + int64_t{s} * batch.table_width;
+    for (int i = 0; i < n_used; i++)
+      if (table[i] < 0 || table[i] >= shape_.n_blocks) return kBadTable;
+  }
+  if (batch.starts[0] != 0 || batch.starts[batch.n_sequences] != batch.n_tokens) return kBadTable;
+  for (int i = 0; i < batch.n_wanted; i++)
+    if (batch.wanted[i] < 0 || batch.wanted[i] >= batch.n_tokens) return kBadWanted;
+  return kFine;
+}
+
+template <class Element, class Kv>
+TypedEngine<Element, Kv>::TypedEngine(const ModelShape& shape, const ModelWeights& weights)
+    : Engine(shape, weights),
+      cache_{shape.n_kv_heads, shape.head_dim, round_up(shape.head_dim, kLanes), shape.block_size,
+             divide_up(shape.block_size, kTileKeys)},
+      n_query_columns_(shape.n_heads * shape.head_dim),
+      n_key_columns_(shape.n_kv_heads * shape.head_dim),
+      heads_per_group_(shape.n_heads / shape.n_kv_heads),
+      stream_stride_(round_up(shape.d_model, kPanel)),
+      qkv_stride_(round_up(n_query_columns_ + 2 * n_key_columns_, kPanel)),
+      attended_stride_(round_up(n_query_columns_, kPanel)),
+      inner_stride_(round_up(shape.d_ff, kPanel)),
+      team_(shape.n_threads),
+      scratch_(shape.n_threads) {
+  const int rows = std::max(kQueryRows, heads_per_group_);
+  for (Scratch& scratch : scratch_) {
+    scratch.normed.grow(kAloneRows * stream_stride_);
+    scratch.queries.grow(rows * cache_.padded_dim);
+    scratch.weights.grow(rows * kGroupKeys);
+    scratch.scores.grow(rows * kGroupKeys);
+    scratch.head.grow(2 * cache_.padded_dim);
+    for (Buffer<float>* each : {&scratch.best, &scratch.total, &scratch.merged_best, &scratch.merged_total})
+      each->grow(rows);
+    for (Buffer<float>* each : {&scratch.mixed, &scratch.merged_mixed}) each->grow(rows * cache_.padded_dim);
+    scratch.sights.resize(rows);
+  }
+}
+
+template <class Element, class Kv>
+void TypedEngine<Element, Kv>::run(const Batch& batch) {
+  plan_.make(batch, cache_, heads_per_group_);
+  grow(batch);
+  if (shape_.window > 0)
+    for (int t = 0; t < batch.n_tokens; t++)
+      weights_.key_positions[batch.slots[t]] = static_cast<int32_t>(batch.positions[t]);
+  const std::function<void(int)> work = [&](int thread) { run_thread(batch, thread); };
+  team_.run(work);
+}
+
+template <class Element, class Kv>
+void TypedEngine<Element, Kv>::run_thread(const Batch& batch, int thread) {
+  const int n = batch.n_tokens;
+  embed(batch, thread);
+  for (int i = 0; i < shape_.n_layers; i++) {
+    const LayerWeights& layer = weights_.layers[i];
+    const bool is_last = i + 1 == shape_.n_layers;
+    const PackedWeight<Element> qkv = this->qkv(layer), output = this->output(layer), up = this->up(layer),
+                                down = this->down(layer),
+                                next = is_last ? head() : this->qkv(weights_.layers[i + 1]);
+
+    const Element* a = normed(thread, norm(layer.attention_norm, layer.attention_norm_bias), n, nullptr, 1.0f);
+    multiply(team_, thread, a, stream_stride_, n, qkv, &output, [&](int row, int panel, const float* sums) {
+      float* out = qkv_.data() + ptrdiff_t{row} * qkv_stride_ + panel * kPanel;
+      for (int i = 0; i < kPanel; i += kLanes) {
+        const Floats bias = layer.qkv_bias != nullptr ? load(layer.qkv_bias + panel * kPanel + i) : Floats{};
+        store(out + i, load(sums + i) + bias);
+      }
+    });
+    team_.barrier();
+    attend(batch, thread, layer);
+    team_.barrier();
+
+    const auto add_to_stream = [&](const float* bias) {
+      return [this, bias](int row, int panel, const float* sums) {
+        float* out = stream_.data() + ptrdiff_t{row} * stream_stride_ + panel * kPanel;
+        for (int i = 0; i < kPanel; i += kLanes) {
+          Floats y = load(sums + i);
+          if (bias != nullptr) y += load(bias + panel * kPanel + i);
+          store(out + i, shape_.residual ? load(out + i) + y : y);
+        }
+      };
+    };
+    multiply(team_, thread, attended_.data(), attended_stride_, n, output, &up, add_to_stream(layer.output_bias));
+    team_.barrier();
+    a = normed(thread, norm(layer.feed_forward_norm, layer.feed_forward_norm_bias), n, nullptr, 1.0f);
+    const Activation activation = static_cast<Activation>(shape_.activation);
+    multiply(team_, thread, a, stream_stride_, n, up, &down, [&](int row, int panel, const float* sums) {
+      Floats x = load(sums), y = load(sums + kLanes);
+      if (layer.up_bias != nullptr)
+        x += load(layer.up_bias + panel * kPanel), y += load(layer.up_bias + panel * kPanel + kLanes);
+      Element* out = inner_.data() + ptrdiff_t{row} * inner_stride_;
+      if (shape_.gated) {
+        store(out + panel * kLanes, activated(activation, x) * y);
+      } else {
+        store(out + panel * kPanel, activated(activation, x));
+        store(out + panel * kPanel + kLanes, activated(activation, y));
+      }
+    });
+    team_.barrier();
+    multiply(team_, thread, inner_.data(), inner_stride_, n, down, &next, add_to_stream(layer.down_bias));
+    team_.barrier();
+  }
+  const Norm last = norm(weights_.final_norm, weights_.final_norm_bias);
+  const Element* a = normed(thread, last, batch.n_wanted, batch.wanted, shape_.output_multiplier);
+  const PackedWeight<Element> first = qkv(weights_.layers[0]);
+  multiply(team_, thread, a, stream_stride_, batch.n_wanted, head(), &first,
+           [&](int row, int panel, const float* sums) {
+             const int column = panel * kPanel, n_columns = std::min(kPanel, shape_.vocab_size - column);
+             std::memcpy(batch.logits + ptrdiff_t{row} * shape_.vocab_size + column, sums, n_columns * sizeof(float));
+           });
+}
+
+template <class Element, class Kv>
+void TypedEngine<Element, Kv>::embed(const Batch& batch, int thread) {
+  const auto* table = static_cast<const Element*>(weights_.embedding);
+  const auto* positions = static_cast<const Element*>(weights_.positions);
+  const auto widened = [](const Element* from, int n, float* to) {
+    for (int i = 0; i < n; i++) {
+      if constexpr (sizeof(Element) == 4) {
+        to[i] = from[i];
+      } else {
+        const uint32_t bits = uint32_t{from[i].bits} << 16;
+        std::memcpy(to + i, &bits, 4);
+      }
+    }
+  };
+  std::vector<float> other(positions != nullptr ? shape_.d_model : 0);
+  team_.share(thread, batch.n_tokens, [&](int t) {
+    float* x = stream_.data() + ptrdiff_t{t} * stream_stride_;
+    widened(table + batch.tokens[t] * shape_.d_model, shape_.d_model, x);
+    if (positions == nullptr) return;
+    widened(positions + batch.positions[t] * shape_.d_model, shape_.d_model, other.data());
+    for (int i = 0; i < shape_.d_model; i++) x[i] += other[i];
+  });
+  team_.barrier();
+}
+
+template <class Element, class Kv>
+const Element* TypedEngine<Element, Kv>::normed(int thread, const Norm& norm, int n_rows, const int64_t* wanted,
+                                                float multiplier) {
+  const auto row = [&](int i, Element* out) {
+    const float* x = stream_.data() + ptrdiff_t{wanted != nullptr ? wanted[i] : i} * stream_stride_;
+    normalise(norm, x, shape_.d_model, multiplier, out + ptrdiff_t{i} * stream_stride_);
+  };
+  if (n_rows <= kAloneRows) {
+    Element* out = scratch_[thread].normed.data();
+    for (int i = 0; i < n_rows; i++) row(i, out);
+    return out;
+  }
+  team_.share(thread, n_rows, [&](int i) { row(i, normed_.data()); });
+  team_.barrier();
+  return normed_.data();
+}
+
+template <class Element, class Kv>
+void TypedEngine<Element, Kv>::copy_blocks(const int64_t* pairs, int64_t n_pairs) {
+  const ptrdiff_t size = cache_.block_elements();
+  for (const LayerWeights& layer : layers_)
+    for (Kv* memory : {cache(layer).keys, cache(layer).values})
+      for (int64_t i = 0; i < n_pairs; i++)
+        std::memcpy(memory + pairs[2 * i + 1] * size, memory + pairs[2 * i] * size, size * sizeof(Kv));
+  if (shape_.window == 0) return;
+  int32_t* positions = weights_.key_positions;
+  for (int64_t i = 0; i < n_pairs; i++)
+    std::memcpy(positions + pairs[2 * i + 1] * shape_.block_size, positions + pairs[2 * i] * shape_.block_size,
+                shape_.block_size * sizeof(int32_t));
+}
+
+template <class Element, class Kv>
+void TypedEngine<Element, Kv>::grow(const Batch& batch) {
+  const ptrdiff_t n = batch.n_tokens;
+  stream_.grow(n * stream_stride_);
+  qkv_.grow(n * qkv_stride_);
+  normed_.grow(std::max<ptrdiff_t>(n, batch.n_wanted) * stream_stride_);
+  attended_.grow(n * attended_stride_);
+  inner_.grow(n * inner_stride_);
+  const int rows = std::max(kQueryRows, heads_per_group_);
+  const ptrdiff_t n_states = ptrdiff_t{plan_.n_states} * shape_.n_kv_heads * rows;
+  state_best_.grow(n_states);
+  state_total_.grow(n_states);
+  state_mixed_.grow(n_states * cache_.padded_dim);
+  const int n_parts = plan_.n_splits * shape_.n_kv_heads;
+  if (n_parts > n_parts_done_) {
+    parts_done_.reset(new std::atomic<int>[n_parts]());
+    n_parts_done_ = n_parts;
+  }
+}
+
+template <class Element, class Kv>
+PackedWeight<Element> TypedEngine<Element, Kv>::packed(const void* panels, int n_outputs, int n_inputs) const {
+  return {static_cast<const Element*>(panels), divide_up(n_outputs, kPanel),
+          divide_up(n_inputs, Products<Element>::kDepth)};
+}
+
+template <class Element, class Kv>
+PackedWeight<Element> TypedEngine<Element, Kv>::qkv(const LayerWeights& layer) const {
+  return packed(layer.qkv, n_query_columns_ + 2 * n_key_columns_, shape_.d_model);
+}
+
+template <class Element, class Kv>
+PackedWeight<Element> TypedEngine<Element, Kv>::output(const LayerWeights& layer) const {
+  return packed(layer.output, shape_.d_model, n_query_columns_);
+}
+
+template <class Element, class Kv>
+PackedWeight<Element> TypedEngine<Element, Kv>::up(const LayerWeights& layer) const {
+  return packed(layer.up, shape_.gated ? 2 * round_up(shape_.d_ff, kLanes) : shape_.d_ff, shape_.d_model);
+}
+
+template <class Element, class Kv>
+PackedWeight<Element> TypedEngine<Element, Kv>::down(const LayerWeights& layer) const {
+  return packed(layer.down, shape_.d_model, shape_.d_ff);
+}
+
+template <class Element, class Kv>
+PackedWeight<Element> TypedEngine<Element, Kv>::head() const {
+  return packed(weights_.head, shape_.vocab_size, shape_.d_model);
+}
+
+}  // namespace modelworks
+
+#include "engine_attention.h"
+
+namespace modelworks {
+template class TypedEngine<float, float>;
+template class TypedEngine<float, Bfloat16>;
+template class TypedEngine<Bfloat16, float>;
+template class TypedEngine<Bfloat16, Bfloat16>;
+}  // namespace modelworks
+
+using namespace modelworks;
+
+extern "C" void* modelworks_serve_open(const ModelShape* shape, const ModelWeights* weights) {
+  if (shape->weights_are_bfloat16) {
+    if (shape->cache_is_bfloat16) return new TypedEngine<Bfloat16, Bfloat16>(*shape, *weights);
+    return new TypedEngine<Bfloat16, float>(*shape, *weights);
+  }
+  if (shape->cache_is_bfloat16) return new TypedEngine<float, Bfloat16>(*shape, *weights);
+  return new TypedEngine<float, float>(*shape, *weights);
+}
+
+extern "C" void modelworks_serve_close(void* engine) { delete static_cast<Engine*>(engine); }
+
+extern "C" int32_t modelworks_serve_run(void* engine, const Batch* batch) {
+  Engine* const each = static_cast<Engine*>(engine);
+  const BatchError error = each->check(*batch);
+  if (error == kFine) each->run(*batch);
+  return error;
+}
+
+extern "C" void modelworks_serve_copy_blocks(void* engine, const int64_t* pairs, int64_t n_pairs) {
+  static_cast<Engine*>(engine)->copy_blocks(pairs, n_pairs);
+}
+
+extern "C" int64_t modelworks_serve_size(int32_t which) {
+  constexpr int64_t sizes[] = {sizeof(ModelShape), sizeof(LayerWeights), sizeof(ModelWeights), sizeof(Batch)};
+  return sizes[which];
+}

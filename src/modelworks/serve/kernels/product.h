@@ -1,0 +1,110 @@
+// Activations times a weight that was packed once: out = a * weight^T.
+//
+// A packed weight is a row of panels, each of 32 outputs and the whole depth, in the order in which it is read: for
+// each step of the depth 32 lanes of `kDepth` inputs. Missing outputs and inputs are zeros. Every panel is read by one
+// thread, once from memory: while it is multiplied, the next one is fetched into the second-level cache.
+#pragma once
+
+#include <algorithm>
+
+#include "threads.h"
+#include "tiles.h"
+
+namespace modelworks {
+
+constexpr int kPanel = 32;
+constexpr int kPanelVectors = kPanel / kLanes;
+
+#ifdef __AVX512F__
+constexpr int kTileRows = 12;  // 24 of 32 registers hold sums
+#else
+constexpr int kTileRows = 4;
+#endif
+constexpr int kRowsOfPiece = 8 * kTileRows;  // a piece of work: so many rows, if there are, times one panel
+
+template <class Element>
+struct PackedWeight {
+  const Element* panels;
+  int n_panels;
+  int n_steps;  // of the depth, each kDepth inputs
+
+  ptrdiff_t panel_size() const { return ptrdiff_t{n_steps} * kPanel * Products<Element>::kDepth; }
+  const Element* panel(int i) const { return panels + i * panel_size(); }
+};
+
+// What will be read next, spread over the tiles that are computed meanwhile.
+struct Fetch {
+  const char* from = nullptr;  // none: nothing
+  ptrdiff_t bytes_per_step = 0;
+};
+
+// out (kRows, kPanel) = rows * panel
+template <class Element, int kRows>
+[[gnu::noinline]] void multiply_rows(const Element* rows, ptrdiff_t row_stride, const Element* panel, int n_steps,
+                                     Fetch fetch, float* out) {
+  constexpr ptrdiff_t kStride = kPanel * Products<Element>::kDepth;
+  constexpr int kUnroll = 4;
+  Tile<kRows, kPanelVectors> tile = {};
+  int step = 0;
+  const auto advance = [&](int steps) [[gnu::always_inline]] {
+    const Element* const columns[kPanelVectors] = {panel + step * kStride, panel + step * kStride + kStride / 2};
+    multiply_add<Element, kRows, kPanelVectors>(tile, rows + step * Products<Element>::kDepth, row_stride, columns,
+                                                kStride, steps);
+    step += steps;
+  };
+  for (; step + kUnroll <= n_steps;) {
+    if (fetch.from != nullptr) {
+      for (ptrdiff_t line = 0; line < fetch.bytes_per_step * kUnroll; line += 64)
+        __builtin_prefetch(fetch.from + step * fetch.bytes_per_step + line, 0, 2);
+    }
+    advance(kUnroll);
+  }
+  advance(n_steps - step);
+  for (int r = 0; r < kRows; r++)
+    for (int v = 0; v < kPanelVectors; v++) store(out + r * kPanel + v * kLanes, tile.sums[r][v]);
+}
+
+template <class Element, int kRows = kTileRows>
+void multiply_some_rows(int n_rows, const Element* rows, ptrdiff_t row_stride, const Element* panel, int n_steps,
+                        Fetch fetch, float* out) {
+  if constexpr (kRows > 1) {
+    if (n_rows < kRows)
+      return multiply_some_rows<Element, kRows - 1>(n_rows, rows, row_stride, panel, n_steps, fetch, out);
+  }
+  multiply_rows<Element, kRows>(rows, row_stride, panel, n_steps, fetch, out);
+}
+
+// finish(row, panel, sums) for each row of `a` (n_rows, stride) and each panel, with its 32 sums. Called by all threads.
+// following: the first panel that `thread` will read after this product.
+template <class Element, class Finish>
+void multiply(Team& team, int thread, const Element* a, ptrdiff_t stride, int n_rows,
+              const PackedWeight<Element>& weight, const PackedWeight<Element>* following, Finish&& finish) {
+  const int n_blocks = divide_up(n_rows, kRowsOfPiece);
+  const int n_pieces = weight.n_panels * n_blocks;
+  const int last = team.first_piece(thread + 1, n_pieces) - 1;
+  team.share(thread, n_pieces, [&](int piece) {
+    const int panel = piece / n_blocks, block = piece % n_blocks;
+    const int first = block * kRowsOfPiece, end = std::min(n_rows, first + kRowsOfPiece);
+    const int n_tiles = divide_up(end - first, kTileRows);
+    Fetch fetch;
+    if (block == 0) {
+      const bool here = piece + n_blocks <= last && panel + 1 < weight.n_panels;
+      const PackedWeight<Element>* source = here ? &weight : (piece + n_blocks > last ? following : nullptr);
+      if (source != nullptr) {
+        const int which = here ? panel + 1 : team.first_piece(thread, source->n_panels);
+        fetch.from = reinterpret_cast<const char*>(source->panel(which));
+        const ptrdiff_t bytes = std::min(source->panel_size(), weight.panel_size()) * ptrdiff_t{sizeof(Element)};
+        fetch.bytes_per_step = round_up(divide_up(static_cast<int>(bytes / weight.n_steps), n_tiles), 16);
+      }
+    }
+    alignas(64) float sums[kTileRows * kPanel];
+    for (int row = first; row < end; row += kTileRows) {
+      const int n = std::min(kTileRows, end - row);
+      multiply_some_rows<Element>(n, a + row * stride, stride, weight.panel(panel), weight.n_steps, fetch, sums);
+      for (int r = 0; r < n; r++) finish(row + r, panel, sums + r * kPanel);
+      if (fetch.from != nullptr) fetch.from += weight.n_steps * fetch.bytes_per_step;
+    }
+  });
+}
+
+}  // namespace modelworks
