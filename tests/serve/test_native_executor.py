@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,9 +20,16 @@ from modelworks.serve.native_executor import NativeExecutor
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
-SMALL: dict[str, Any] = dict(
-    n_layers=2, d_model=96, n_heads=6, n_kv_heads=2, head_dim=16, d_ff=80, vocab_size=201, max_seq_len=2048
-)
+SMALL: dict[str, Any] = {
+    "n_layers": 2,
+    "d_model": 96,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "d_ff": 80,
+    "vocab_size": 201,
+    "max_seq_len": 2048,
+}
 
 
 def make(dtype: torch.dtype = torch.float32, **settings: Any) -> Transformer:
@@ -30,7 +38,7 @@ def make(dtype: torch.dtype = torch.float32, **settings: Any) -> Transformer:
     initialize(model, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(parameter + 0.3 * noise if parameter.ndim == 1 else parameter * 3)
     return model.to(dtype).eval()
@@ -46,6 +54,7 @@ class Served:
         self.blocks: dict[str, list[int]] = {}
         self.done: dict[str, int] = {}
         self.logits: dict[tuple[str, int], Tensor] = {}
+        self.last: RaggedBatch | None = None
 
     def step(self, *work: tuple[str, list[int]]) -> None:
         """The next tokens of some sequences, in one batch; logits of all of them."""
@@ -68,17 +77,16 @@ class Served:
         widest = max(len(self.blocks[name]) for name, _ in work)
         tables = [self.blocks[name] + [0] * (widest - len(self.blocks[name])) for name, _ in work]
         long, short = torch.int64, torch.int32
-        logits = self.executor.run(
-            RaggedBatch(
-                tokens=torch.tensor(tokens, dtype=long),
-                positions=torch.tensor(positions, dtype=long),
-                slots=torch.tensor(slots, dtype=long),
-                starts=torch.tensor(starts, dtype=short),
-                lengths=torch.tensor(lengths, dtype=short),
-                tables=torch.tensor(tables, dtype=short),
-                wanted=torch.arange(len(tokens)),
-            )
+        self.last = RaggedBatch(
+            tokens=torch.tensor(tokens, dtype=long),
+            positions=torch.tensor(positions, dtype=long),
+            slots=torch.tensor(slots, dtype=long),
+            starts=torch.tensor(starts, dtype=short),
+            lengths=torch.tensor(lengths, dtype=short),
+            tables=torch.tensor(tables, dtype=short),
+            wanted=torch.arange(len(tokens)),
         )
+        logits = self.executor.run(self.last)
         self.logits |= dict(zip(owners, logits, strict=True))
 
     def of(self, name: str) -> Tensor:
@@ -115,22 +123,22 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "one head each": dict(n_kv_heads=6),
-    "odd sizes": dict(d_model=70, head_dim=10, d_ff=77, vocab_size=203, n_kv_heads=3),
-    "wide heads": dict(n_heads=2, n_kv_heads=1, head_dim=80),
-    "biases": dict(attention_bias=True, attention_output_bias=True, feed_forward_bias=True),
-    "qk norm": dict(qk_norm=True, family="qwen3"),
-    "gpt2": dict(family="gpt2", n_kv_heads=6),
-    "geglu": dict(feed_forward="geglu"),
-    "gelu": dict(feed_forward="gelu", feed_forward_bias=True),
-    "relu": dict(feed_forward="relu"),
-    "no positions": dict(positions="none"),
-    "tied": dict(tie_embeddings=True),
-    "no residual": dict(residual=False, n_layers=1),
-    "window": dict(sliding_window=20),
-    "mup": dict(mup_base_width=48, mup_base_head_dim=8),
-    "llama3 scaling": dict(rope_scaling=dict(type="llama3", factor=8.0, original_max_seq_len=32)),
-    "yarn": dict(rope_scaling=dict(type="yarn", factor=4.0, original_max_seq_len=32)),
+    "one head each": {"n_kv_heads": 6},
+    "odd sizes": {"d_model": 70, "head_dim": 10, "d_ff": 77, "vocab_size": 203, "n_kv_heads": 3},
+    "wide heads": {"n_heads": 2, "n_kv_heads": 1, "head_dim": 80},
+    "biases": {"attention_bias": True, "attention_output_bias": True, "feed_forward_bias": True},
+    "qk norm": {"qk_norm": True, "family": "qwen3"},
+    "gpt2": {"family": "gpt2", "n_kv_heads": 6},
+    "geglu": {"feed_forward": "geglu"},
+    "gelu": {"feed_forward": "gelu", "feed_forward_bias": True},
+    "relu": {"feed_forward": "relu"},
+    "no positions": {"positions": "none"},
+    "tied": {"tie_embeddings": True},
+    "no residual": {"residual": False, "n_layers": 1},
+    "window": {"sliding_window": 20},
+    "mup": {"mup_base_width": 48, "mup_base_head_dim": 8},
+    "llama3 scaling": {"rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_seq_len": 32}},
+    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_seq_len": 32}},
 }
 
 
@@ -262,23 +270,21 @@ def test_copied_blocks_go_on_as_their_origin_would() -> None:
 def test_only_wanted_rows_in_their_order() -> None:
     model = make()
     tokens = tokens_of(12)
-    executor = open_executor(model)
-    served = Served(executor)
-    batch: list[RaggedBatch] = []
-    served.executor = type("Kept", (), {"block_size": 16, "run": lambda _, each: batch.append(each) or executor.run(each)})()  # type: ignore[assignment, func-returns-value]
+    served = Served(open_executor(model))
     served.step(("a", tokens[:7]), ("b", tokens[7:]))
+    assert served.last is not None
     for wanted in ([6, 11], [11], []):
-        few = RaggedBatch(**{**vars(batch[0]), "wanted": torch.tensor(wanted, dtype=torch.int64)})
+        few = replace(served.last, wanted=torch.tensor(wanted, dtype=torch.int64))
         rows = [served.logits["a" if i < 7 else "b", i % 7] for i in wanted]
-        assert torch.equal(executor.run(few), torch.stack(rows) if rows else torch.empty((0, 201)))
+        assert torch.equal(served.executor.run(few), torch.stack(rows) if rows else torch.empty((0, 201)))
 
 
 @pytest.mark.parametrize(
     ("settings", "kv_dtype", "reason"),
     [
-        (dict(n_experts=2), "auto", "experts"),
-        (dict(norm_position="post"), "auto", "norms come after"),
-        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "auto", "dynamic rope"),
+        ({"n_experts": 2}, "auto", "experts"),
+        ({"norm_position": "post"}, "auto", "norms come after"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "auto", "dynamic rope"),
         ({}, "fp8", "the cache is fp8"),
     ],
 )
@@ -305,15 +311,15 @@ def test_a_model_of_another_dtype_is_refused() -> None:
 def test_a_batch_out_of_range_touches_no_memory(field: str, value: int, said: str) -> None:
     model = make(positions="learned") if field == "positions" else make()
     executor = open_executor(model)
-    tensors = dict(
-        tokens=torch.tensor([1, 2]),
-        positions=torch.tensor([0, 1]),
-        slots=torch.tensor([0, 1]),
-        starts=torch.tensor([0, 2], dtype=torch.int32),
-        lengths=torch.tensor([2], dtype=torch.int32),
-        tables=torch.tensor([[0]], dtype=torch.int32),
-        wanted=torch.tensor([1]),
-    )
+    tensors = {
+        "tokens": torch.tensor([1, 2]),
+        "positions": torch.tensor([0, 1]),
+        "slots": torch.tensor([0, 1]),
+        "starts": torch.tensor([0, 2], dtype=torch.int32),
+        "lengths": torch.tensor([2], dtype=torch.int32),
+        "tables": torch.tensor([[0]], dtype=torch.int32),
+        "wanted": torch.tensor([1]),
+    }
     executor.run(RaggedBatch(**tensors))
     tensors[field].view(-1)[-1] = value
     with pytest.raises(ValueError, match=said):

@@ -78,10 +78,8 @@ def build_executor(
 
 def _native(model: Transformer, n_blocks: int, block_size: int, kv_dtype: str, batch_invariant: bool) -> Executor:
     """Raises Unavailable where compiled code cannot run this."""
-    try:
-        from modelworks.serve.native_executor import NativeExecutor  # type: ignore[import-not-found]
-    except ModuleNotFoundError:  # REMOVE once it is there
-        raise Unavailable("it is not built yet") from None
-    return NativeExecutor(  # type: ignore[no-any-return]
+    from modelworks.serve.native_executor import NativeExecutor
+
+    return NativeExecutor(
         model, n_blocks=n_blocks, block_size=block_size, kv_dtype=kv_dtype, batch_invariant=batch_invariant
     )

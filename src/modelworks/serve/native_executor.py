@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modelworks.config import ModelConfig
 from modelworks.config.mup import query_multiplier
 from modelworks.models import Transformer
 from modelworks.native import Unavailable, load
@@ -137,7 +136,10 @@ def _unsupported(model: Transformer, kv_dtype: str) -> str | None:
         (not (part.first and part.last), "it is a part of a model"),
         (any(each.device.type != "cpu" for each in weights), "it is not on the CPU"),
         (any(type(each.data) is not torch.Tensor for each in weights), "its weights are sharded or wrapped"),
-        (len(dtypes) != 1 or not dtypes <= set(_DTYPES.values()), f"its weights are {_names(dtypes)}, not fp32 or bf16"),
+        (
+            len(dtypes) != 1 or not dtypes <= set(_DTYPES.values()),
+            f"its weights are {_names(dtypes)}, not fp32 or bf16",
+        ),
         (kv_dtype not in ("auto", *_DTYPES), f"the cache is {kv_dtype}, not fp32 or bf16"),
     ]
     return next((reason for applies, reason in reasons if applies), None)

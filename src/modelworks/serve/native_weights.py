@@ -12,6 +12,7 @@ pages the processor spends much of that time looking up addresses.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 
 import torch
@@ -57,92 +58,87 @@ def large_pages(n_bytes: int) -> Tensor:
 class NativeWeights:
     """Packed copies of a whole model's weights. Of the model itself only the embeddings are held on to.
 
-    `layers` and `model` point into memory that this object owns.
+    `layers` and `model` point into memory that this object owns. dtype: of the matrices.
     """
 
     def __init__(self, model: Transformer) -> None:
-        assert model.embedding is not None
-        self.dtype = model.embedding.weight.dtype
-        self.depth = 4 // self.dtype.itemsize
+        self._named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self.dtype = next(iter(self._named.values())).dtype
+        self._depth = 4 // self.dtype.itemsize
         self._held: list[Tensor] = []
-        matrices = [(each, *_matrices(block)) for each, block in model.blocks.items()]
-        packed_size = sum(self._size(rows) for _, *group in matrices for rows in group)
         head = model.head_weight().detach()
-        self._arena = large_pages((packed_size + self._size(head)) * self.dtype.itemsize).view(self.dtype)
+        blocks = [f"blocks.{layer}" for layer in model.blocks]
+        self._arena = large_pages(self._packed_size(blocks, head) * self.dtype.itemsize).view(self.dtype)
         self._used = 0
-        self.layers = (LayerWeights * len(model.blocks))()
-        for layer, (name, qkv, output, up, down) in zip(self.layers, matrices, strict=True):
-            block = model.blocks[name]
-            attention, feed_forward = block.attention, block.feed_forward
-            layer.qkv, layer.output = self._pack(qkv), self._pack(output)
-            layer.up, layer.down = self._pack(up), self._pack(down)
-            if attention.q.bias is not None:
-                layer.qkv_bias = self._vector(torch.cat([each.bias for each in (attention.q, attention.k, attention.v)]))
-            layer.output_bias = self._vector(attention.o.bias)
-            layer.up_bias = self._vector(_up(feed_forward, "bias"))
-            layer.down_bias = self._vector(feed_forward.down.bias)
-            for place in ("attention_norm", "feed_forward_norm"):
-                norm = getattr(block, place)
-                setattr(layer, place, self._vector(norm.weight))
-                setattr(layer, f"{place}_bias", self._vector(getattr(norm, "bias", None)))
-            if attention.q_norm is not None:
-                layer.query_norm, layer.key_norm = (
-                    self._vector(attention.q_norm.weight),
-                    self._vector(attention.k_norm.weight),
-                )
-        self.model = ModelWeights(layers=ctypes.addressof(self.layers), head=self._pack(head))
-        self.model.embedding = self._hold(model.embedding.weight.detach().contiguous())
-        if model.position_embedding is not None:
-            self.model.positions = self._hold(model.position_embedding.weight.detach().contiguous())
-        assert model.final_norm is not None
-        self.model.final_norm = self._vector(model.final_norm.weight)
-        self.model.final_norm_bias = self._vector(getattr(model.final_norm, "bias", None))
+        self.layers = (LayerWeights * len(blocks))(*(self._layer(block) for block in blocks))
+        self.model = ModelWeights(
+            embedding=self._hold(self._named["embedding.weight"]),
+            positions=self._hold(self._named.get("position_embedding.weight")),
+            head=self._pack(head),
+            final_norm=self._vector(self._named["final_norm.weight"]),
+            final_norm_bias=self._vector(self._named.get("final_norm.bias")),
+            layers=ctypes.addressof(self.layers),
+        )
 
-    def _size(self, rows: Tensor) -> int:
-        n_out, n_in = rows.shape
-        return _up_to(n_out, PANEL) * _up_to(n_in, self.depth)
+    def _layer(self, block: str) -> LayerWeights:
+        attention, feed_forward = f"{block}.attention", f"{block}.feed_forward"
+        return LayerWeights(
+            **{name: self._pack(rows) for name, rows in self._matrices(block).items()},
+            qkv_bias=self._vector(self._qkv(attention, "bias")),
+            output_bias=self._vector(self._named.get(f"{attention}.o.bias")),
+            up_bias=self._vector(self._up(feed_forward, "bias")),
+            down_bias=self._vector(self._named.get(f"{feed_forward}.down.bias")),
+            attention_norm=self._vector(self._named[f"{block}.attention_norm.weight"]),
+            attention_norm_bias=self._vector(self._named.get(f"{block}.attention_norm.bias")),
+            feed_forward_norm=self._vector(self._named[f"{block}.feed_forward_norm.weight"]),
+            feed_forward_norm_bias=self._vector(self._named.get(f"{block}.feed_forward_norm.bias")),
+            query_norm=self._vector(self._named.get(f"{attention}.q_norm.weight")),
+            key_norm=self._vector(self._named.get(f"{attention}.k_norm.weight")),
+        )
+
+    def _matrices(self, block: str) -> dict[str, Tensor]:
+        """The four products of a block, in the order in which a step reads them."""
+        attention, feed_forward = f"{block}.attention", f"{block}.feed_forward"
+        qkv, up = self._qkv(attention, "weight"), self._up(feed_forward, "weight")
+        assert qkv is not None
+        assert up is not None
+        output, down = self._named[f"{attention}.o.weight"], self._named[f"{feed_forward}.down.weight"]
+        return {"qkv": qkv, "output": output, "up": up, "down": down}
+
+    def _qkv(self, attention: str, kind: str) -> Tensor | None:
+        parts = [self._named.get(f"{attention}.{each}.{kind}") for each in "qkv"]
+        return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
+
+    def _up(self, feed_forward: str, kind: str) -> Tensor | None:
+        """Weight or bias of the product into the feed-forward's channels."""
+        gate, up = self._named.get(f"{feed_forward}.gate.{kind}"), self._named.get(f"{feed_forward}.up.{kind}")
+        if gate is None or up is None:
+            return up
+        missing = (*(0,) * 2 * (up.ndim - 1), 0, -len(up) % LANES)
+        parts = [F.pad(each, missing).view(-1, LANES, *up.shape[1:]) for each in (gate, up)]
+        return torch.stack(parts, dim=1).flatten(0, 2)
+
+    def _packed_size(self, blocks: list[str], head: Tensor) -> int:
+        """Elements of all packed matrices."""
+        matrices = (rows for block in blocks for rows in self._matrices(block).values())  # one after another: copies
+        shapes = (rows.shape for rows in itertools.chain(matrices, (head,)))
+        return sum((n_out + -n_out % PANEL) * (n_in + -n_in % self._depth) for n_out, n_in in shapes)
 
     def _pack(self, rows: Tensor) -> int:
         """The address of the packed copy of `rows` (d_out, d_in)."""
         n_out, n_in = rows.shape
-        padded = F.pad(rows, (0, -n_in % self.depth, 0, -n_out % PANEL))
-        lanes = padded.view(-1, PANEL, padded.shape[1] // self.depth, self.depth).transpose(1, 2)
+        padded = F.pad(rows, (0, -n_in % self._depth, 0, -n_out % PANEL))
+        lanes = padded.view(-1, PANEL, padded.shape[1] // self._depth, self._depth).transpose(1, 2)
         place = self._arena[self._used : self._used + padded.numel()]
         place.view(lanes.shape).copy_(lanes)
         self._used += padded.numel()
         return place.data_ptr()
 
     def _vector(self, values: Tensor | None) -> int | None:
-        if values is None:
+        return None if values is None else self._hold(F.pad(values.to(torch.float32), (0, -len(values) % PANEL)))
+
+    def _hold(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
             return None
-        values = values.detach().to(torch.float32)
-        return self._hold(F.pad(values, (0, -len(values) % PANEL)).contiguous())
-
-    def _hold(self, tensor: Tensor) -> int:
-        self._held.append(tensor)
-        return tensor.data_ptr()
-
-
-def _matrices(block: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four products of a block: q with k and v, output, up, down."""
-    attention, feed_forward = block.attention, block.feed_forward
-    qkv = torch.cat([each.weight.detach() for each in (attention.q, attention.k, attention.v)])  # type: ignore[union-attr]
-    up = _up(feed_forward, "weight")  # type: ignore[arg-type]
-    assert up is not None
-    return qkv, attention.o.weight.detach(), up, feed_forward.down.weight.detach()  # type: ignore[union-attr, return-value]
-
-
-def _up(feed_forward: torch.nn.Module, kind: str) -> Tensor | None:
-    """Weight or bias of the product into the feed-forward's channels."""
-    up: Tensor | None = getattr(feed_forward.up, kind)
-    if up is None or feed_forward.gate is None:
-        return None if up is None else up.detach()
-    parts = []
-    for each in (getattr(feed_forward.gate, kind), up):
-        padding = (*(0,) * 2 * (each.ndim - 1), 0, -len(each) % LANES)
-        parts.append(F.pad(each.detach(), padding).unflatten(0, (-1, LANES)))
-    return torch.stack(parts, dim=1).flatten(0, 2)
-
-
-def _up_to(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+        self._held.append(tensor.contiguous())
+        return self._held[-1].data_ptr()
