@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     from modelworks.data.tokenizers.tokenizer import Tokenizer
 
 
-def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
-    """Render `messages` (each with `role` and `content`). Raises UserError for a missing or failing template."""
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Render `messages` (each with `role` and `content`). tools: that the model may call, as JSON descriptions.
+    variables: others that the template knows. Raises UserError for a missing or failing template."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -39,9 +47,18 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, 
     }
     try:
         template = environment.from_string(tokenizer.chat_template)
-        return template.render(messages=list(messages), add_generation_prompt=generation_prompt, **names)
+        known = {
+            **names,
+            **(variables or {}),
+            "messages": list(messages),
+            "tools": None if tools is None else list(tools),
+        }
+        return template.render(**known, add_generation_prompt=generation_prompt)
     except TemplateError as error:
         raise UserError(f"chat template: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # What a template's own expressions raise: a message of a kind that its author did not think of.
+        raise UserError(f"chat template: {type(error).__name__}: {error}") from None
 
 
 def _refuse(message: str) -> None:

@@ -143,11 +143,19 @@ class Tokenizer:
 
     # ------------------------------------------------------------------ chat
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True) -> str:
-        """The conversation as text in the model's own format. Raises UserError without a chat template."""
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text in the model's own format. tools: JSON descriptions of functions that the model may
+        call. variables: others that the template knows. Raises UserError without a chat template."""
         from modelworks.data.tokenizers.chat import render_chat
 
-        return render_chat(self, messages, generation_prompt=generation_prompt)
+        return render_chat(self, messages, generation_prompt=generation_prompt, tools=tools, variables=variables)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True) -> list[int]:
         """The conversation as ids. The template writes its own special tokens: none are added again."""

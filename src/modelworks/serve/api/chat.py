@@ -1,0 +1,146 @@
+"""/v1/chat/completions: messages through the model's chat template, and what it answers, text or calls of tools."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+
+from modelworks.data import Tokenizer
+from modelworks.serve.api.conversation import render
+from modelworks.serve.api.errors import bad_field
+from modelworks.serve.api.events import EventStream, event, until_disconnect
+from modelworks.serve.api.logprobs import chat_logprobs, prompt_logprobs
+from modelworks.serve.api.parameters import check_length, check_model, check_stream, sampling_params
+from modelworks.serve.api.schemas import ChatBody
+from modelworks.serve.api.service import Running, Service, new_id
+from modelworks.serve.api.tokens import encode_rendered
+from modelworks.serve.api.usage import Usage
+from modelworks.serve.request import Delta, Request
+
+
+def chat_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: ChatBody, http: HttpRequest) -> Response:
+        check_model(body.model, service.model)
+        check_stream(body)
+        request = await _request(service, body)
+        answer = _Answer(service, body, request)
+        running = await service.begin([request], body.user)
+        headers = {"X-Request-Id": request.id}
+        if body.stream:
+            longest = service.options.longest_deadline + service.options.grace
+            return EventStream(answer.chunks(running), on_close=running.close, headers=headers, longest=longest)
+        try:
+            value = await until_disconnect(http.receive, answer.whole(running))
+        finally:
+            running.close()
+        return JSONResponse(value, headers=headers)
+
+    return router
+
+
+async def _request(service: Service, body: ChatBody) -> Request:
+    if body.top_logprobs and not body.logprobs:
+        raise bad_field("top_logprobs", "needs `logprobs`: true")
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise bad_field("max_completion_tokens", "is the newer name of `max_tokens`: give one of both")
+    if body.max_tokens == 0:
+        raise bad_field("max_tokens", "got 0, expected at least 1")
+    if (body.n or 1) > service.options.max_choices:
+        raise bad_field("n", f"got {body.n}, expected at most {service.options.max_choices}")
+    text = render(service.model, body.messages, body.tools, variables=body.chat_template_kwargs)
+    ids = await encode_rendered(service.model, text)
+    asked = body.max_completion_tokens or body.max_tokens
+    max_tokens = check_length(ids, service.model, asked, param="messages")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(body, service.model, max_tokens=max_tokens, logprobs=logprobs)
+    return service.request(new_id("chatcmpl"), ids, params, body)
+
+
+class _Answer:
+    """Deltas into OpenAI's chat completion."""
+
+    def __init__(self, service: Service, body: ChatBody, request: Request) -> None:
+        self._body, self._tokenizer = body, service.model.tokenizer
+        self._head = {"id": request.id, "created": int(time.time()), "model": service.model.name}
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._choices = [_Choice(index, self._tokenizer, body) for index in range(body.n or 1)]
+        self._prompt_logprobs: list[dict[str, Any] | None] | None = None
+        self._usage = Usage()
+
+    async def whole(self, running: Running) -> dict[str, Any]:
+        async for news in running.deltas():
+            for delta in news:
+                self._note(delta)
+                self._choices[delta.index].add(delta)
+        more = {} if self._prompt_logprobs is None else {"prompt_logprobs": self._prompt_logprobs}
+        choices = [choice.whole() for choice in self._choices]
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": choices, "usage": self._usage.shown(), **more}
+
+    async def chunks(self, running: Running) -> AsyncIterator[bytes]:
+        head = {**self._head, "object": "chat.completion.chunk"}
+        usage = {"usage": None} if self._with_usage else {}
+        yield b"".join(event({**head, "choices": [choice.opening()], **usage}) for choice in self._choices)
+        async for news in running.deltas():
+            parts: list[dict[str, Any]] = []
+            for delta in news:
+                self._note(delta)
+                parts += self._choices[delta.index].parts(delta)
+            if parts:
+                yield b"".join(event({**head, "choices": [part], **usage}) for part in parts)
+        if self._with_usage:
+            yield event({**head, "choices": [], "usage": self._usage.shown()})
+
+    def _note(self, delta: Delta) -> None:
+        self._usage.add(delta)
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
+
+
+class _Choice:
+    def __init__(self, index: int, tokenizer: Tokenizer, body: ChatBody) -> None:
+        self._index, self._tokenizer = index, tokenizer
+        self._n_top = body.top_logprobs or 0
+        self._deltas: list[Delta] = []
+
+    def add(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+
+    def opening(self) -> dict[str, Any]:
+        """A stream's first chunk says who speaks."""
+        return self._part({"role": "assistant", "content": ""})
+
+    def parts(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Chunks of a stream: text without a finish_reason, and a last one without text."""
+        if delta.text or delta.logprobs:
+            yield self._part({"content": delta.text}, self._logprobs([delta]))
+        if delta.finish_reason is not None:
+            yield self._part({}, None, delta.finish_reason, delta.stop_reason)
+
+    def whole(self) -> dict[str, Any]:
+        text, last = "".join(delta.text for delta in self._deltas), self._deltas[-1]
+        message = {"role": "assistant", "content": text, "refusal": None}
+        end = {"finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
+        return {"index": self._index, "message": message, "logprobs": self._logprobs(self._deltas), **end}
+
+    def _logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
+        entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+        return chat_logprobs(self._tokenizer, entries, self._n_top) if entries else None
+
+    def _part(
+        self,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> dict[str, Any]:
+        part = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return part | {"stop_reason": stop_reason}

@@ -1,0 +1,70 @@
+"""What a request must pass before anything reads it: its size, its key. Plain ASGI, so that streams pass untouched."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from modelworks.serve.api.errors import ApiError
+
+_OPEN = frozenset({"/", "/health", "/ready", "/metrics"})  # what probes, scrapers and browsers ask for without a key
+
+
+class BodyLimit:
+    """Refuses bodies of more than `limit` bytes, by their announced length or as soon as they turn out longer.
+    (FastAPI's own limit answers in plain text.)"""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit = app, limit
+        self._message = f"the body is larger than {limit} bytes"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        announced = _header(scope, b"content-length")
+        if announced is not None and (not announced.isdigit() or int(announced[:20]) > self._limit):
+            return await self._refuse(scope, receive, send)
+        n_read = 0
+
+        async def counted() -> Message:
+            nonlocal n_read
+            message = await receive()
+            n_read += len(message.get("body", b""))
+            if n_read > self._limit:  # passes through whoever reads the body
+                raise HTTPException(413, self._message, {"Connection": "close"})
+            return message
+
+        return await self._app(scope, counted, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = ApiError(413, self._message).response()
+        response.headers["Connection"] = "close"  # the rest of it is not read
+        await response(scope, receive, send)
+
+
+class ApiKeyGate:
+    """Asks for `Authorization: Bearer <api_key>` where there is a key. The comparison takes the same time for every
+    wrong key."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app, self._expected = app, None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._expected is not None and scope["path"] not in _OPEN:
+            given = _header(scope, b"authorization") or b""
+            if not hmac.compare_digest(given, self._expected):
+                error = ApiError(401, "a valid API key is needed: `Authorization: Bearer …`", code="invalid_api_key")
+                response = error.response()
+                response.headers["WWW-Authenticate"] = "Bearer"
+                return await response(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    value: bytes
+    for key, value in scope["headers"]:
+        if key == name:
+            return value
+    return None
