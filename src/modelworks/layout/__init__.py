@@ -12,13 +12,14 @@ from modelworks.layout.elastic import shrink_layout
 from modelworks.layout.feasible import check_layout, describe, layout_problems, nearest_layouts, neighbours
 from modelworks.layout.layout import AXES, Coordinates, Layout
 from modelworks.layout.placement import PLACEMENTS, V_SHAPED, ParameterPlan, placement, plan_parameters, stages_of
-from modelworks.layout.shards import ShardSpec, split_evenly, split_in_chunks, whole_tensors
+from modelworks.layout.shards import Bounds, ShardSpec, split_evenly, split_in_chunks, whole_tensors
 from modelworks.layout.tiles import n_tiles, tile_grid, tile_shape, tiles_of
 
 __all__ = [
     "AXES",
     "PLACEMENTS",
     "V_SHAPED",
+    "Bounds",
     "Coordinates",
     "DataParallelMemory",
     "Layout",

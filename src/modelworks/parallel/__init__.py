@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from modelworks.parallel.gradients import GradientStore as GradientStore
     from modelworks.parallel.gradients import build_gradient_store as build_gradient_store
     from modelworks.parallel.gradients import world_reduce as world_reduce
+    from modelworks.parallel.hosting import Host as Host
     from modelworks.parallel.labels import Labels as Labels
     from modelworks.parallel.launching import RankFailed as RankFailed
     from modelworks.parallel.launching import launch as launch
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
     from modelworks.parallel.watch import process_group as process_group
     from modelworks.parallel.world import World as World
     from modelworks.parallel.world import agree as agree
+    from modelworks.parallel.world import initialize_process_group as initialize_process_group
     from modelworks.parallel.world import joined as joined
+    from modelworks.parallel.world import leave_process_group as leave_process_group
 
 _HOME = {
     "state_allocator": "offload",
@@ -60,6 +63,7 @@ _HOME = {
     "GradientStore": "gradients",
     "GradientWatch": "gradient_watch",
     "Group": "collectives",
+    "Host": "hosting",
     "Labels": "labels",
     "Mesh": "mesh",
     "RankFailed": "launching",
@@ -77,10 +81,12 @@ _HOME = {
     "context_parallel": "context",
     "dropout_keys": "tensor",
     "explain_out_of_memory": "failures",
+    "initialize_process_group": "world",
     "is_out_of_memory": "failures",
     "joined": "world",
     "launch": "launching",
     "kernel_kills": "failures",
+    "leave_process_group": "world",
     "merge_": "attention_parts",
     "partial_attention": "attention_parts",
     "partial_attention_gradients": "attention_parts",

@@ -67,21 +67,21 @@ def launch(
     Raises a rank's `UserError` once; `SystemExit` with the code that ranks ended with (75: preempted), or 143 where
     SIGTERM came before they could save; `KeyboardInterrupt`; `RankFailed` for everything else.
     """
-    _check_devices(device, world_size)
+    check_devices(device, world_size)
     directory.mkdir(parents=True, exist_ok=True)
     labels, verdict = directory / LABELS_FILE, directory / VERDICT_FILE
     create_slots(labels, world_size)
     verdict.unlink(missing_ok=True)
     kills = kernel_kills()
-    ranks: list[_Rank] = []
+    ranks: list[Rank] = []
     with _passing_on_signals(ranks) as stop:
         try:
-            environment = _environment(world_size, threads)
-            ranks.extend(_start(number, directory, environment) for number in range(world_size))
-            store = _open_store()  # while the ranks import what they need
+            environment = rank_environment(world_size, threads)
+            ranks.extend(start_rank(number, directory, environment) for number in range(world_size))
+            store = open_store()  # while the ranks import what they need
             stop.ranks_are_told = True
             for rank in ranks:
-                rank.child.tell(target, arguments, _place(rank.number, world_size, store.port, directory))
+                rank.child.tell(target, arguments, rank_place(rank.number, world_size, store.port, directory))
             _wait_for_all(ranks)
         finally:
             _end_all(ranks)
@@ -89,7 +89,7 @@ def launch(
 
 
 @dataclass
-class _Rank:
+class Rank:
     number: int
     child: Child
 
@@ -111,7 +111,7 @@ class _Stop:
 
 
 @contextmanager
-def _passing_on_signals(ranks: list[_Rank]) -> Iterator[_Stop]:
+def _passing_on_signals(ranks: list[Rank]) -> Iterator[_Stop]:
     """SIGINT and SIGTERM go to every rank once. Python has handlers in the main thread only; elsewhere none is set."""
     stop = _Stop()
 
@@ -136,7 +136,7 @@ def _passing_on_signals(ranks: list[_Rank]) -> Iterator[_Stop]:
             signal.signal(number, handler)
 
 
-def _check_devices(device: str, world_size: int) -> None:
+def check_devices(device: str, world_size: int) -> None:
     if device != "cuda":
         return
     import torch
@@ -148,7 +148,7 @@ def _check_devices(device: str, world_size: int) -> None:
         )
 
 
-def _environment(world_size: int, threads: int | None) -> dict[str, str]:
+def rank_environment(world_size: int, threads: int | None) -> dict[str, str]:
     """Threads are divided, since as many for each rank as there are cores would fight over them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     each = max(1, (threads or cores) // world_size)
@@ -159,7 +159,7 @@ def _environment(world_size: int, threads: int | None) -> dict[str, str]:
     return environment
 
 
-def _place(rank: int, world_size: int, port: int, directory: Path) -> dict[str, str]:
+def rank_place(rank: int, world_size: int, port: int, directory: Path) -> dict[str, str]:
     """What torchrun would set, and where the shared files are."""
     return {
         "RANK": str(rank),
@@ -173,17 +173,17 @@ def _place(rank: int, world_size: int, port: int, directory: Path) -> dict[str, 
     }
 
 
-def _open_store() -> Any:
+def open_store() -> Any:
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _start(number: int, directory: Path, environment: dict[str, str]) -> _Rank:
-    return _Rank(number, start_child(environment, directory / f"rank-{number}.log" if number else None))
+def start_rank(number: int, directory: Path, environment: dict[str, str]) -> Rank:
+    return Rank(number, start_child(environment, directory / f"rank-{number}.log" if number else None))
 
 
-def _wait_for_all(ranks: list[_Rank]) -> None:
+def _wait_for_all(ranks: list[Rank]) -> None:
     """Until each rank has an outcome, or for a while after the first failure."""
     limit: float | None = None
     with selectors.DefaultSelector() as selector:
@@ -202,7 +202,7 @@ def _wait_for_all(ranks: list[_Rank]) -> None:
                     limit = time.monotonic() + _GRACE
 
 
-def _end_all(ranks: list[_Rank]) -> None:
+def _end_all(ranks: list[Rank]) -> None:
     """Ranks that gave a result leave by themselves; the others are killed."""
     limit = time.monotonic() + _FAREWELL
     for rank in ranks:
@@ -215,7 +215,7 @@ def _end_all(ranks: list[_Rank]) -> None:
         sys.stderr.flush()
 
 
-def _results(ranks: list[_Rank], verdict: Path, labels: Path, stop: _Stop, memory_ran_out: bool) -> list[Any]:
+def _results(ranks: list[Rank], verdict: Path, labels: Path, stop: _Stop, memory_ran_out: bool) -> list[Any]:
     if verdict.exists():
         raise RankFailed(verdict.read_text(encoding="utf-8"), None)
     failures = [rank for rank in ranks if rank.failed]
@@ -231,7 +231,7 @@ def _results(ranks: list[_Rank], verdict: Path, labels: Path, stop: _Stop, memor
     raise _failure(first, labels, stop, memory_ran_out)
 
 
-def _failure(rank: _Rank, labels: Path, stop: _Stop, memory_ran_out: bool) -> BaseException:
+def _failure(rank: Rank, labels: Path, stop: _Stop, memory_ran_out: bool) -> BaseException:
     outcome = rank.outcome or {}
     kind, text = outcome["kind"], outcome.get("text", "")
     if kind == "user error":

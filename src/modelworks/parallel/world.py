@@ -117,6 +117,11 @@ def initialize_process_group(world: World, device: torch.device, timeout: float)
     )
 
 
+def leave_process_group() -> None:
+    """The end of what `initialize_process_group` began."""
+    dist.destroy_process_group()
+
+
 def agree(flag: bool, mesh: Mesh, group: str = "world") -> bool:
     """Whether any rank of the group says so; the same answer on all of them, who must all ask.
 

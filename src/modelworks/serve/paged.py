@@ -30,13 +30,16 @@ _PADDING = 1.5  # at most so many times the keys that are there, before tables o
 
 
 class PagedContext:
-    """The context of one step. The batch's rows are one: tokens (1, T)."""
+    """The context of one step. The batch's rows are one: tokens (1, T).
+
+    key_of_query: int64 (H,), the key/value head that each query head uses, where they do not come in equal groups.
+    """
 
     dropout: DropoutKey | None = None
     routing: Routing | None = None
 
-    def __init__(self, cache: KVCache, batch: RaggedBatch) -> None:
-        self._cache, self._batch = cache, batch
+    def __init__(self, cache: KVCache, batch: RaggedBatch, key_of_query: Tensor | None = None) -> None:
+        self._cache, self._batch, self._key_of_query = cache, batch, key_of_query
 
     def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
         """Indices and masks of all layers, and blocks that begin emptied."""
@@ -89,17 +92,25 @@ class PagedContext:
         for chunk in self._chunks:
             part = slice(chunk.start, chunk.stop)
             if chunk.blocks is None:
-                k_LGK, v_LGK = k_TGK[None, part], v_TGK[None, part]
+                k_LGK, v_LGK = self._for_queries(k_TGK[None, part]), self._for_queries(v_TGK[None, part])
             else:
-                k_LGK, v_LGK = self._cache.read(layer, chunk.blocks)
+                k_LGK, v_LGK = self._read(layer, chunk.blocks)
             q_HTK = q_THK[None, part].transpose(1, 2)
             out_HTK = grouped_attention(q_HTK, k_LGK.transpose(1, 2), v_LGK.transpose(1, 2), chunk.mask)
             out_THK[part] = out_HTK[0].transpose(0, 1)
         return out_THK[None]
 
     def _attend_single(self, layer: int, q_SHK: Tensor, single: _Single) -> Tensor:
-        k_SLGK, v_SLGK = self._cache.read(layer, single.blocks)
+        k_SLGK, v_SLGK = self._read(layer, single.blocks)
         return attend_one(q_SHK[:, :, None], k_SLGK.transpose(1, 2), v_SLGK.transpose(1, 2), single.mask)[:, :, 0]
+
+    def _read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        k_SLGK, v_SLGK = self._cache.read(layer, blocks)
+        return self._for_queries(k_SLGK), self._for_queries(v_SLGK)
+
+    def _for_queries(self, x_SLGK: Tensor) -> Tensor:
+        """Heads of keys or values such that query heads use them in equal groups."""
+        return x_SLGK if self._key_of_query is None else x_SLGK.index_select(-2, self._key_of_query)
 
     def _single(
         self,

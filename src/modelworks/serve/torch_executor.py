@@ -11,10 +11,14 @@ from modelworks.models import Transformer
 from modelworks.serve.batch import RaggedBatch
 from modelworks.serve.kv_cache import KVCache, kv_bytes_per_block, resolve_kv_dtype
 from modelworks.serve.paged import PagedContext
+from modelworks.serve.tensor_parallel.shares import HeadShare
 
 
 class TorchExecutor:
-    """See `modelworks.serve.executor.Executor`. The model's fused weights are packed, its values do not change."""
+    """See `modelworks.serve.executor.Executor`. The model's fused weights are packed, its values do not change.
+
+    heads: those that the model has, where it is one rank's share; its logits are then those of its rows.
+    """
 
     name = "torch"
 
@@ -26,14 +30,20 @@ class TorchExecutor:
         block_size: int,
         kv_dtype: str = "auto",
         batch_invariant: bool = False,
+        heads: HeadShare | None = None,
     ) -> None:
         weight = model.head_weight()
         self.config, self.n_blocks, self.block_size = model.config, n_blocks, block_size
         self.kv_dtype = resolve_kv_dtype(kv_dtype, weight.dtype)
-        self.bytes_per_block = kv_bytes_per_block(model.config, block_size, self.kv_dtype)
         self.device = weight.device
+        shape, self._key_of_query = model.config, None
+        if heads is not None:
+            shape = shape.model_copy(update={"n_kv_heads": heads.n_kv_heads})
+            if heads.key_of_query is not None:
+                self._key_of_query = torch.tensor(heads.key_of_query, device=weight.device)
+        self.bytes_per_block = kv_bytes_per_block(shape, block_size, self.kv_dtype)
         self._cache = KVCache(
-            model.config,
+            shape,
             n_blocks=n_blocks,
             block_size=block_size,
             kv_dtype=self.kv_dtype,
@@ -57,7 +67,7 @@ class TorchExecutor:
 
     def _run(self, batch: RaggedBatch) -> Tensor:
         tokens, positions = batch.tokens.to(self.device), batch.positions.to(self.device)
-        hidden = self._model(tokens[None], positions[None], PagedContext(self._cache, batch))
+        hidden = self._model(tokens[None], positions[None], PagedContext(self._cache, batch, self._key_of_query))
         logits = self._model.logits(hidden[0].index_select(0, batch.wanted.to(self.device)))
         return logits.to(torch.float32).cpu()
 

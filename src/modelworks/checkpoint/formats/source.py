@@ -16,6 +16,7 @@ from modelworks.checkpoint.lazy_tensor import LazyTensor
 from modelworks.checkpoint.read import check_shapes
 from modelworks.config import ModelConfig
 from modelworks.data import Tokenizer
+from modelworks.layout import ShardSpec
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,15 @@ class ModelSource:
     step: int = 0
     remarks: tuple[str, ...] = ()
 
-    def load_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy into a model's parameters, strictly: raises CheckpointError naming tensors that do not match."""
+    def load_into(self, targets: Mapping[str, Tensor], shares: Mapping[str, ShardSpec] | None = None) -> None:
+        """Copy into a model's parameters, strictly: raises CheckpointError naming tensors that do not match.
+
+        shares: of each parameter, which part of it the target is; without them targets are whole.
+        """
         found = {name: tensor.shape for name, tensor in self.tensors.items()}
-        check_shapes(self.origin, found, {name: tuple(tensor.shape) for name, tensor in targets.items()})
+        expected = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+        check_shapes(self.origin, found, expected if shares is None else {name: shares[name].shape for name in targets})
         with torch.no_grad():
             for name, tensor in self.tensors.items():
-                targets[name].copy_(tensor.load())
+                whole = tensor.load()
+                targets[name].copy_(whole if shares is None else whole[shares[name].slices])
