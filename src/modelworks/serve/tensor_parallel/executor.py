@@ -135,7 +135,7 @@ def _packed(batch: RaggedBatch) -> Tensor:
 
 def _unpacked(payload: Tensor, tokens: int, sequences: int, width: int, wanted: int) -> RaggedBatch:
     sizes = [tokens, tokens, tokens, sequences + 1, sequences, sequences * width, wanted]
-    named, positions, slots, starts, lengths, tables, logits = payload.split(sizes)
+    named, positions, slots, starts, lengths, tables, logits = torch.split(payload, sizes)
     return RaggedBatch(
         named, positions, slots, starts.int(), lengths.int(), tables.int().view(sequences, width), logits
     )
