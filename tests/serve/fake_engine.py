@@ -115,7 +115,7 @@ class FakeEngine:
         return bool(self._live or self._aborted)
 
     def submit(self, request: Request) -> None:
-        start = self._tokenizer.decode(request.prompt[:10], skip_special=False)
+        start = self._tokenizer.decode(request.prompt[:20], skip_special=False)
         magic = next((word for word in MAGIC if word in start), "")
         if magic == "!refuse":
             raise UserError("structure: the schema is too hard")

@@ -104,7 +104,8 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End the engine, now. What it still works on is lost."""
-        self._state = "stopped"
+        if self._state != "failed":
+            self._state = "stopped"
         if self._restart is not None:
             self._restart.cancel()
         if self._client is not None:

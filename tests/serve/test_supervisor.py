@@ -1,0 +1,167 @@
+"""The engine's process: its end is noticed, told and healed; told to end, the server finishes what it has begun."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import fake_engine
+import httpx2
+import pytest
+from serving import Serving, serving
+
+from modelworks.config import UserError
+from modelworks.serve.engine_loop import engine_process
+from modelworks.serve.supervisor import RESTARTS
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving(fake_engine.build_fake, process=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: Serving) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+def running_again(server: Serving, n_restarts: int) -> None:
+    def condition() -> bool:
+        health = server.service.engine.health()
+        return health.state == "running" and health.n_restarts == n_restarts
+
+    server.wait_for(condition, 60)
+
+
+def test_a_killed_engine_is_noticed_and_replaced(server: Serving, http: httpx2.Client) -> None:
+    before = server.service.engine.health()
+    assert before.pid is not None
+    assert before.pid != os.getpid()
+    with http.stream("POST", "/v1/completions", json={"prompt": "!slow", "max_tokens": 250, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(before.pid, signal.SIGKILL)
+        told = [line for line in lines if line]
+    assert '"engine_unavailable"' in told[-2], "who was served is told"
+    assert told[-1] == "data: [DONE]"
+    health = http.get("/health").json()
+    assert health["error"] == "the engine's process ended (signal SIGKILL)"
+    running_again(server, before.n_restarts + 1)
+    assert server.service.engine.health().pid != before.pid
+    assert http.get("/health").status_code == 200
+    assert http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2}).json()["choices"][0]["text"] == "ab"
+
+
+def test_a_defect_of_the_engine_ends_its_process_and_no_more(server: Serving, http: httpx2.Client) -> None:
+    n_restarts = server.service.engine.health().n_restarts
+    answer = http.post("/v1/completions", json={"prompt": "!raise"})
+    assert answer.status_code == 503
+    assert "RuntimeError: a defect" in answer.json()["error"]["message"]
+    assert int(answer.headers["Retry-After"]) >= 1
+    running_again(server, n_restarts + 1)
+    counted = [line for line in http.get("/metrics").text.splitlines() if line.startswith("vllm:generation_tokens_t")]
+    assert float(counted[0].split()[-1]) > 0, "counters go on over a restart"
+
+
+def test_requests_in_between_are_told_to_come_back() -> None:
+    with (
+        serving(fake_engine.build_fake, process=True, first_pause=30.0) as server,
+        httpx2.Client(base_url=server.url, timeout=30) as http,
+    ):
+        assert http.post("/v1/completions", json={"prompt": "!die"}).status_code == 503
+        assert http.get("/health").status_code == 503
+        assert http.get("/health").json()["engine"] == "restarting"
+        assert http.get("/ready").status_code == 503
+        answer = http.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503
+        assert "Retry-After" in answer.headers
+
+
+def test_an_engine_that_cannot_start_again_is_given_up(tmp_path: Path) -> None:
+    build = partial(fake_engine.build_once, str(tmp_path / "marker"))
+    with serving(build, process=True) as server:
+        with httpx2.Client(base_url=server.url, timeout=30) as http:
+            assert http.post("/v1/completions", json={"prompt": "!die"}).status_code == 503
+        server.thread.join(60)
+        assert not server.thread.is_alive(), "the server ends with it"
+        assert server.service.engine.health().state == "failed"
+        assert server.service.engine.health().n_restarts == RESTARTS
+
+
+def test_what_is_wrong_at_the_start_is_the_users() -> None:
+    with pytest.raises(UserError, match="no such run"), serving(fake_engine.build_wrong, process=True):
+        pass
+
+
+def test_an_engine_without_a_front_ends() -> None:
+    """The pipe closed, as when the front is killed: no orphan stays."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=engine_process, args=(theirs, fake_engine.build_fake))
+    process.start()
+    theirs.close()
+    ours.recv()  # it is ready
+    ours.close()
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_silence_is_no_health() -> None:
+    with serving(fake_engine.build_fake, stall=0.1) as server, httpx2.Client(base_url=server.url, timeout=30) as http:
+        answers: list[int] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(
+                http.post("/v1/completions", json={"prompt": "!hang", "max_tokens": 3}).status_code
+            )
+        )
+        asking.start()
+        server.wait_for(lambda: server.service.engine.n_requests == 1)
+        server.wait_for(lambda: not server.service.alive)
+        assert http.get("/health").status_code == 503
+        assert http.get("/ready").status_code == 503
+        asking.join(20)
+        assert answers == [200], "slow is not dead"
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+    with (
+        serving(fake_engine.build_fake, process=True) as server,
+        httpx2.Client(base_url=server.url, timeout=30) as http,
+    ):
+        body = {"prompt": "!slow", "max_tokens": 20, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.call(server.server.drain)
+            assert http.get("/ready").status_code == 503
+            refused = http.post("/v1/completions", json={"prompt": "a"})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutting_down"
+            assert http.get("/health").status_code == 200, "it is alive"
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2], "it was finished"
+        server.thread.join(20)
+        assert not server.thread.is_alive()
+
+
+def test_after_the_grace_requests_are_aborted() -> None:
+    with (
+        serving(fake_engine.build_fake, grace=0.1) as server,
+        httpx2.Client(base_url=server.url, timeout=30) as http,
+    ):
+        body = {"prompt": "!slow", "max_tokens": 250, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.call(server.server.drain)
+            rest = [line for line in lines if line]
+        assert '"shutting_down"' in rest[-2]
+        server.thread.join(20)
+        assert not server.thread.is_alive()
