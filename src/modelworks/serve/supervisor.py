@@ -111,6 +111,8 @@ class Supervisor:
         if self._client is not None:
             self._client.stop()
         if self._process is not None:
+            if self._client is None or not self._client.ready.done():
+                self._process.kill()  # it loads a model, and would not listen before it has
             await asyncio.to_thread(_join, self._process)
 
     async def _start(self) -> ServedModel:

@@ -60,9 +60,12 @@ class Server(uvicorn.Server):
         self._service, self._on_ready = service, on_ready
         self._draining: asyncio.Task[None] | None = None
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
         self._watching = asyncio.ensure_future(self._watch())
         self._on_ready()
 
