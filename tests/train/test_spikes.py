@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from modelworks.config import HealthConfig, parse_run_config
 from modelworks.config.errors import UserError
 from modelworks.train.health import Detector, Drift, Judgement, Monitor
-from modelworks.train.health.detector import DEVIATION, LEAST_VALUES, PATIENCE
+from modelworks.train.health.detector import DEVIATION, LEAST_VALUES, PATIENCE, Seen
 
 
 def monitor(spikes: str = "skip", **more: object) -> Monitor:
@@ -42,7 +42,7 @@ def test_no_false_alarm_and_every_planted_spike(seed: int) -> None:
         if kind == "loss":
             loss[step - 1] = 2 * loss[step - 1]
         elif kind == "norm":
-            norm[step - 1] *= 100.0
+            norm[step - 1] *= 100.0  # beyond what is let pass as an outlier
         else:
             (loss if draw.random() < 0.5 else norm)[step - 1] = float(kind)
     found = {step: judgement for step, judgement in judged(loss, norm, monitor()) if judgement.spikes}
@@ -53,16 +53,16 @@ def test_no_false_alarm_and_every_planted_spike(seed: int) -> None:
 def test_a_spike_as_the_definition_has_it() -> None:
     """Against the formula written out, with numpy."""
     loss, norm = curves(7)
-    norm[900] *= 40.0
+    norm[900] *= 60.0
     watch = Detector(128, 10.0)
     for one, other in zip(loss[:900], norm[:900], strict=True):
-        assert watch.judge(one, other) == []
+        assert watch.judge(one, other, clip_at=None) == Seen()
     seen = np.log(norm[900 - 128 : 900])
     medians = np.median(seen.reshape(2, 64), axis=1)
     trend = np.polynomial.Polynomial.fit([31.5, 95.5], medians, 1)
     deviation = DEVIATION * np.median(np.abs(seen - trend(np.arange(128))))
     usual = max(medians[1], trend(128))
-    [spike] = watch.judge(loss[900], norm[900])
+    [spike] = watch.judge(loss[900], norm[900], clip_at=1.0).spikes
     assert spike.curve == "gradient_norm"
     assert spike.typical == pytest.approx(np.median(norm[900 - 64 : 900]))
     assert spike.deviations == pytest.approx((np.log(norm[900]) - usual) / deviation)
@@ -71,21 +71,54 @@ def test_a_spike_as_the_definition_has_it() -> None:
 def test_before_there_is_a_past_only_what_is_not_finite() -> None:
     watch = Detector(128, 10.0)
     for step in range(LEAST_VALUES):
-        assert not watch.judge(10.0 ** (step % 5), 1.0)
+        assert watch.judge(10.0 ** (step % 5), 1.0, clip_at=None) == Seen()
     early = Detector(128, 10.0)
-    assert [spike.curve for spike in early.judge(math.nan, math.inf)] == ["loss", "gradient_norm"]
+    assert [spike.curve for spike in early.judge(math.nan, math.inf, clip_at=1.0).spikes] == ["loss", "gradient_norm"]
 
 
 def test_warming_up_doubles_the_threshold() -> None:
     def fed() -> Detector:
         watch = Detector(64, 10.0)
         for step in range(64):
-            watch.judge(4.0 + 0.1 * (-1) ** step, 1.0)
+            watch.judge(4.0 + 0.1 * (-1) ** step, 1.0, clip_at=None)
         return watch
 
     between = 4.0 + 15 * DEVIATION * 0.1
-    assert fed().judge(between, 1.0)
-    assert not fed().judge(between, 1.0, warming_up=True)
+    assert fed().judge(between, 1.0, clip_at=None).spikes
+    assert not fed().judge(between, 1.0, clip_at=None, warming_up=True).spikes
+
+
+def test_a_norm_that_jumps_alone_is_an_outlier_unless_something_else_speaks_for_trouble() -> None:
+    """With the same jump each time: what comes with it or after it decides."""
+
+    def fed() -> Detector:
+        watch = Detector(64, 10.0)
+        for step in range(64):
+            watch.judge(4.0 + 0.02 * (-1) ** step, 1.0 + 0.05 * (-1) ** step, clip_at=2.0)
+        return watch
+
+    def told(*steps: tuple[float, float], clip_at: float | None = 2.0) -> list[str]:
+        watch, found = fed(), []
+        for loss, norm in steps:
+            seen = watch.judge(loss, norm, clip_at=clip_at)
+            assert not (seen.spikes and seen.outlier)
+            found.append("spike" if seen.spikes else "outlier" if seen.outlier else "")
+        return found
+
+    usual, jump = (4.0, 1.0), (4.0, 8.0)
+    assert told(usual, jump, usual, usual) == ["", "outlier", "", ""]
+    assert told(jump, jump, jump, jump) == ["outlier", "outlier", "spike", "spike"]  # it persists
+    assert told(jump, usual, jump, usual) == ["outlier", "", "", ""]  # the window has seen such a step
+    # A loss that would be none by itself is one beside a jump, and for a while after one.
+    assert told((4.3, 1.0)) == [""]
+    assert told((4.3, 8.0)) == ["spike"]
+    assert told(jump, usual, (4.3, 1.0)) == ["outlier", "", "spike"]
+    assert told(jump, *[usual] * PATIENCE, (4.3, 1.0)) == ["outlier", *[""] * PATIENCE, ""]
+    assert told((5.0, 1.0), jump) == ["spike", "spike"]  # right behind one
+    # The size of it, where nothing clips it; and one that no data makes.
+    assert told((4.0, 12.0)) == ["outlier"]
+    assert told((4.0, 12.0), clip_at=None) == told((4.0, 12.0), clip_at=11.0) == ["spike"]
+    assert told((4.0, 60.0)) == ["spike"]
 
 
 def test_a_new_level_is_no_row_of_spikes() -> None:
@@ -111,7 +144,7 @@ def test_slow_divergence(seed: int) -> None:
 def test_divergence_is_told_once_until_the_loss_has_come_back() -> None:
     watch = Drift()
     levels = [3.0] * 64 + [4.0] * 320 + [2.9] * 64 + [4.0] * 128
-    told = [(place, watch.add(level)) for place, level in enumerate(levels)]
+    told = [(place, watch.add(place + 1, level)) for place, level in enumerate(levels)]
     assert [(place, one) for place, one in told if one] == [(127, (4.0, 3.0)), (511, (4.0, 2.9))]
 
 
@@ -119,13 +152,19 @@ def test_divergence_is_told_once_until_the_loss_has_come_back() -> None:
 @given(
     seed=st.integers(0, 10**6),
     cut=st.integers(1, 399),
+    rises=st.booleans(),
     top=st.sampled_from(["skip", "clip", "slow", "rollback", "stop"]),
 )
-def test_restored_state_decides_as_if_never_stopped(seed: int, cut: int, top: str) -> None:
+def test_restored_state_decides_as_if_never_stopped(seed: int, cut: int, top: str, rises: bool) -> None:
     loss, norm = (curve[WARMUP : WARMUP + 400] for curve in curves(seed))
     draw = random.Random(seed)
     for place in draw.sample(range(400), 12):
-        loss[place] = draw.choice([math.nan, 30.0, 9.0])
+        if draw.random() < 0.3:
+            norm[place] *= 12.0
+        else:
+            loss[place] = draw.choice([math.nan, 30.0, 9.0])
+    if rises:
+        loss[200:] *= 1 + 0.003 * np.arange(200)
     whole, first = monitor(top, calm=20), monitor(top, calm=20)
     expected = [repr(judgement) for _, judgement in judged(loss, norm, whole)]
     ours = [repr(judgement) for _, judgement in judged(loss[:cut], norm[:cut], first)]
@@ -149,10 +188,11 @@ def test_restored_state_decides_as_if_never_stopped(seed: int, cut: int, top: st
         {"rollbacks": [-1]},
         {"clip": [3]},
         {"clip": [3, -1.0]},
-        {"slow_until": -1},
         {"detector": {"loss": [1.0], "norm": [], "refused": []}},
         {"detector": {"loss": [True], "norm": [1.0], "refused": []}},
         {"drift": {"block": [1.0] * 32, "lowest": None, "high": 0}},
+        {"slow": [3, -1]},
+        {"answered": 0.5},
     ],
 )
 def test_a_state_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
@@ -224,6 +264,65 @@ def test_a_state_that_is_not_needed_is_never_gone_back_to(gaps: list[int], calm:
             assert now == max(0, judgement.steps[0] - 1 - calm) // calm * calm or len(judgement.steps) == PATIENCE
         if judgement.stops:
             break
+
+
+RISING = 1 + np.maximum(0, np.arange(STEPS) - 1100) * 0.001  # by a tenth in a hundred steps
+
+
+@pytest.mark.parametrize("top", ["warn", "skip", "clip", "slow", "stop"])
+def test_a_divergence_is_answered_by_the_rungs_that_last(top: str) -> None:
+    """Each as far as the ladder goes, again after `calm` steps; the second time the last rung ends the run."""
+    watch, (loss, norm), told = monitor(top, **({} if top in ("warn", "skip") else {"calm": 50})), curves(7), []
+    for step, judgement in judged(loss * RISING, norm, watch):
+        if judgement.drift:
+            told.append((step, judgement.against))
+            first = told[0][0]
+            assert judgement.stops == (judgement.against == "stop")
+            assert judgement.applied or judgement.stops
+        if told and step == told[0][0]:
+            assert watch.rate_factor(step + 1) == (0.5 if top in ("slow", "stop") else 1.0)
+            assert (watch.clip_at(step + 1) != 1.0) == (top in ("clip", "slow", "stop"))
+        if judgement.stops:
+            break
+    assert 1200 < first < 1300
+    if top in ("warn", "skip"):
+        assert told == [(first, None)]
+    elif top == "stop":
+        assert told == [(first, "slow"), (first + 50, "stop")]
+    else:
+        assert told == [(step, top) for step in range(first, STEPS + 1, 50)]
+
+
+def test_a_divergence_makes_the_run_go_back_to_before_it_began() -> None:
+    """And on at the lower rate, behind the good step only, until where it was told."""
+    watch, (loss, norm) = monitor("rollback", calm=40, rollback_limit=1), curves(7)
+    needed, states = 0, {}
+    for step in range(1, STEPS + 1):
+        assert needed <= (needed := watch.good_course(step))
+        judgement = watch.judge(step, float((loss * RISING)[step - 1]), float(norm[step - 1]))
+        if judgement.drift:
+            break
+        states[step] = json.loads(json.dumps(watch.state()))
+    assert (judgement.answer, judgement.against, judgement.applied) == ("rollback", "rollback", False)
+    good = judgement.good
+    assert good is not None
+    assert good == needed
+    assert good % 40 == 0
+    assert 1040 <= good <= 1160  # the rise begins at 1,100, and is 6% at the latest of these
+    back = monitor("rollback", calm=40, rollback_limit=1)
+    back.load_state(states[good - 40])  # from a checkpoint, say, that is older
+    back.went_back(judgement, watch.rollbacks)
+    factors = {at: back.rate_factor(at) for at in range(good - 40, step + 80)}
+    assert [at for at, factor in factors.items() if factor == 0.5] == list(range(good + 1, step + 41))
+    # Once is allowed.
+    for at in range(good - 39, STEPS + 1):
+        judgement = back.judge(at, float((loss * RISING)[at - 1]), float(norm[at - 1]))
+        if judgement.drift:
+            break
+    assert at == step
+    assert judgement.stops
+    assert judgement.against == "stop"
+    assert judgement.reason.endswith("1 rollbacks have not helped")
 
 
 def test_without_a_limit_of_its_own_clip_sets_one() -> None:

@@ -1,7 +1,7 @@
 """The health of a run: its spikes on a line of time with their documents, what was judged of its course, curves of what
 was measured, a map of gradient norms by layer, and the search for its rate.
 
-Read from the events `spike`, `rollback`, `divergence`, `judgement` and `health/layers` and the figures `health/*` and
+Read from the events `spike`, `outlier`, `rollback`, `divergence`, `judgement` and `health/layers` and the figures `health/*` and
 `noise/*`, which docs/health.md lists; and from `tune-lr/records.jsonl` in the run's directory.
 """
 
@@ -20,7 +20,7 @@ from modelworks.report.page import chart_items
 from modelworks.report.rates import rate_drawing
 from modelworks.report.run_data import Run, event_fields
 
-HEALTH_EVENTS = ("spike", "divergence", "rollback", "judgement", "health/layers")
+HEALTH_EVENTS = ("spike", "outlier", "divergence", "rollback", "judgement", "health/layers")
 SPIKES = 200  # rows of the table
 COLUMNS, ROWS = 60, 128  # of the map, at most
 WIDTH, MARGIN, CELL = 1000, 90, 16  # of the drawings, in their own units
@@ -33,6 +33,13 @@ ANSWERS = {
     "rollback": "back to an earlier step",
     "stop": "left out, run stopped",
 }
+AGAINST = {
+    "none": "recorded",
+    "clip": "tighter clipping",
+    "slow": "tighter clipping, lower rate",
+    "rollback": "back to before the rise, lower rate",
+    "stop": "run stopped",
+}
 _NO_CURVES = ("health/straggler", "noise/trace", "noise/square")
 _CURVES = {
     "health/clipped": "Share of steps clipped",
@@ -42,23 +49,23 @@ _CURVES = {
 
 def health_section(run: Run) -> dict[str, Any] | None:
     """What the template shows; None where nothing was watched."""
-    spikes = _once(run, "spike")
+    spikes, outliers = _once(run, "spike"), _once(run, "outlier")
     divergences = _once(run, "divergence")
     rollbacks, judgements = _once(run, "rollback"), _once(run, "judgement")
     layers = _layers(run)
     curves, rates = health_charts(run), _rates(run)
-    if not any((spikes, divergences, rollbacks, judgements, layers, curves, rates)):
+    if not any((spikes, outliers, divergences, rollbacks, judgements, layers, curves, rates)):
         return None
     return {
-        "sentence": _sentence(spikes, divergences, rollbacks, judgements),
-        "line": _line(run, [*spikes, *divergences, *rollbacks, *judgements]),
+        "sentence": _sentence(spikes, divergences, rollbacks, judgements) + _aside(outliers),
+        "line": _line(run, [*spikes, *outliers, *divergences, *rollbacks, *judgements]),
         "rollbacks": [_rollback(event) for event in rollbacks],
         "judgements": [_judgement(event) for event in judgements],
         "curves": chart_items(curves),
         "rates": rates,
         "spikes": [_row(event) for event in spikes[-SPIKES:]],
         "spikes_note": f"{len(spikes) - SPIKES:,} earlier ones are left out." if len(spikes) > SPIKES else "",
-        "divergences": [[f"{event.step:,}", str(event_fields(event).get("text", ""))] for event in divergences],
+        "divergences": [_divergence(event) for event in divergences],
         "map": _map(layers),
         "layers": _latest(layers),
         "ranks": _ranks(run),
@@ -128,6 +135,20 @@ def _sentence(
         parts.append(f"it was judged: {', '.join(kinds)}")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _aside(outliers: Sequence[Record]) -> str:
+    """What is worth telling and is no trouble."""
+    if not outliers:
+        return ""
+    many = "step" if len(outliers) == 1 else "steps"
+    return f" {len(outliers):,} {many} had a gradient norm far above the usual and no other sign of trouble."
+
+
+def _divergence(event: Record) -> list[str]:
+    fields = event_fields(event)
+    answer = str(fields.get("answer", "none"))
+    return [f"{event.step:,}", str(fields.get("text", "")), AGAINST.get(answer, answer)]
 
 
 def _rollback(event: Record) -> list[str]:

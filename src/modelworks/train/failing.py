@@ -18,7 +18,9 @@ def tell_failure(prepared: Prepared, state: TrainState, hooks: Hooks, error: Tra
         assert state.watch is not None
         assert state.watch.monitor is not None
         checkpoints.finish(state)  # and no more: its weights may be ruined
-        kept = checkpoints.kept_until(state, state.watch.monitor.good_before(state.step))
+        monitor = state.watch.monitor
+        good = monitor.good_course if error.judgement.against else monitor.good_before
+        kept = checkpoints.kept_until(state, good(state.step))
     else:
         checkpoints.stop(state)
         kept = checkpoints.kept()

@@ -123,6 +123,8 @@ def run_steps(
 
 
 def _stopped(judgement: Judgement, step: int) -> str:
+    if judgement.against:
+        return f"step {step}: {judgement.reason}: the run diverges; health.spikes: the answers to that are used up"
     steps = ", ".join(map(str, judgement.steps))
     return (
         f"step {step}: {judgement.reason}; health.spikes: the answers to spikes are used up (steps {steps}, whose "

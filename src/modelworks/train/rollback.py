@@ -75,7 +75,8 @@ class Rollbacks:
         # What outlives going back: that it happened.
         state.skips.load_state(history)
         state.skips.add(skip)
-        monitor.rollbacks, state.resumed_from = rollbacks, resumed_from
+        monitor.went_back(judgement, rollbacks)
+        state.resumed_from = resumed_from
         self._checkpoints.went_back(state)
         self._tell(state, skip, origin)
 

@@ -239,7 +239,7 @@ def _earliest_needed(state: TrainState) -> int | None:
     monitor = state.watch.monitor if state.watch else None
     if monitor is None or monitor.config.spikes not in ("rollback", "stop"):
         return None
-    return monitor.good_before(state.step + 1)
+    return monitor.good_course(state.step + 1)
 
 
 def _forget_after(storage: Storage, step: int) -> tuple[str, str | None]:

@@ -37,7 +37,7 @@ class StepResult:
     clipping. applied: False where fp16 overflowed and the update was skipped. routing: figures of experts, by name.
     held: in a measured step, bytes on this rank at the update by category, and `gradients_accumulating` before it.
     judgement: of this step, where steps are judged; an update that it refuses is left out whole. rows: (first, end) of
-    the global batch's rows with the highest loss, in a step with a spike."""
+    the global batch's rows with the highest loss, in a step with a spike or an outlier."""
 
     loss: float
     grad_norm: float
@@ -176,7 +176,7 @@ def apply_gradients(
     if model.measures:
         held = {**model.gradients.bytes(), "optimizer": optimizer.state_bytes()}
         held["gradients_accumulating"] = gradients.micro.accumulating
-    rows = _highest_loss(model, gradients) if judgement and judgement.spikes else None
+    rows = _highest_loss(model, gradients) if judgement and (judgement.spikes or judgement.outlier) else None
     applied = good and not refused
     if applied:
         if watch:

@@ -38,7 +38,7 @@ class Divergence:
         if not self.losses:
             self._drift.lowest = loss  # of the weights that it begins with
         self.losses.append(loss)
-        risen = self._drift.add(loss) or (judgement.drift if judgement else None)
+        risen = self._drift.add(len(self.losses), loss) or (judgement.drift if judgement else None)
         if risen:
             return f"the loss rose from {risen[1]:.4g} to {risen[0]:.4g}"
         if judgement and judgement.new_level and any(spike.curve == "loss" for spike in judgement.spikes):

@@ -1,7 +1,8 @@
 """`HealthRecords`: a hook that writes down what a run's health was, for the report.
 
     spike                      event   what was seen, what was done, the samples and documents of the batch
-    divergence                 event   a loss that has risen over many steps
+    outlier                    event   a gradient norm far from usual that is no spike, with the same
+    divergence                 event   a loss that has risen over many steps, and what was done
 
 and of measured steps what `measurements` writes; docs/health.md lists it.
 """
@@ -31,6 +32,13 @@ _DONE = {
     "rollback": "the run goes back to an earlier state",
     "stop": "its update was left out, and the run stops",
 }
+_DONE_AGAINST = {
+    None: "nothing was done",
+    "clip": "clipping is tighter for a while",
+    "slow": "clipping is tighter and the rate lower for a while",
+    "rollback": "the run goes back to before the rise, and on at a lower rate for a while",
+    "stop": "the run stops",
+}
 
 
 class HealthRecords:
@@ -51,23 +59,28 @@ class HealthRecords:
 
     def _tell(self, done: StepDone, judgement: Judgement) -> None:
         step = done.step
+        values = {"loss": str(done.result.loss), "grad_norm": str(done.result.grad_norm)}
+        if judgement.outlier:
+            fields: dict[str, Any] = {"curves": [judgement.outlier.curve], **values, "reason": str(judgement.outlier)}
+            self._event(step, "outlier", fields, done.result.rows)
         if judgement.spikes:
             fields = {
                 "curves": [spike.curve for spike in judgement.spikes],
-                "loss": str(done.result.loss),
-                "grad_norm": str(done.result.grad_norm),
+                **values,
                 "reason": judgement.reason,
                 "answer": "new level" if judgement.new_level else judgement.answer or "none",
             }
-            suspects = self._event(step, fields, done.result.rows)
+            suspects = self._event(step, "spike", fields, done.result.rows)
             done_about_it = "" if judgement.new_level else f": {_DONE[judgement.answer]}"
             where = f" (highest loss in samples {suspects[0]} to {suspects[1]})" if suspects else ""
             self._terminal.say(f"warning: step {step}: spike, {judgement.reason}{where}{done_about_it}")
         if judgement.drift:
             now, lowest = judgement.drift
             text = f"the loss has risen to {now:.4g} from {lowest:.4g}, the lowest level so far"
-            self._log.event(step, "divergence", {"loss": now, "lowest": lowest, "text": text})
-            self._terminal.say(f"warning: step {step}: {text}: the run diverges")
+            answer = judgement.against or "none"
+            self._log.event(step, "divergence", {"loss": now, "lowest": lowest, "text": text, "answer": answer})
+            done_about_it = _DONE_AGAINST[judgement.against]
+            self._terminal.say(f"warning: step {step}: {text}: the run diverges; {done_about_it}")
 
     def tell_failed(self, step: int, bad: NonFiniteStep) -> None:
         """Of a step that was not finite where nothing answers that: the run ends there."""
@@ -75,9 +88,9 @@ class HealthRecords:
         curves = [name for name, value in values.items() if not math.isfinite(value)]
         reason = "; ".join(f"{name.replace('_', ' ')} {values[name]}" for name in curves)
         fields = {"curves": curves, "loss": str(bad.loss), "grad_norm": str(bad.grad_norm), "reason": reason}
-        self._event(step, {**fields, "answer": "stop"}, bad.rows)
+        self._event(step, "spike", {**fields, "answer": "stop"}, bad.rows)
 
-    def _event(self, step: int, fields: dict[str, Any], rows: tuple[int, int] | None) -> list[int] | None:
+    def _event(self, step: int, name: str, fields: dict[str, Any], rows: tuple[int, int] | None) -> list[int] | None:
         """rows: (first, end) of the batch's with the highest loss. Returns them as samples (first, last)."""
         first, batch = self._loader.first_sample(step - 1), self._loader.batches.rows(step - 1)
         suspects = None if rows is None else [first + rows[0], first + rows[1] - 1]
@@ -89,5 +102,5 @@ class HealthRecords:
             "documents": documents[:DOCUMENTS],
             "documents_left_out": max(0, len(documents) - DOCUMENTS),
         }
-        self._log.event(step, "spike", {**fields, **where})
+        self._log.event(step, name, {**fields, **where})
         return suspects

@@ -15,6 +15,7 @@ from modelworks.records import Record, read_records
 from modelworks.train.run_directory import write_atomically
 
 STOP_REPORT = "stopped.md"
+_TOLD = ("spike", "rollback", "divergence")
 _SPIKES = 16  # the last ones
 _DOCUMENTS = 8  # whose text is shown
 _CHARACTERS = 240
@@ -22,7 +23,7 @@ _CHARACTERS = 240
 
 def write_stop_report(run_dir: Path, step: int, reason: str, kept: str, dataset: Dataset) -> None:
     """step: the last one. reason: what ended the run. kept: in words, what can be gone back to. Raises OSError."""
-    events = [row for row in read_records(run_dir / "records.jsonl") if row.name in ("spike", "rollback")][-_SPIKES:]
+    events = [row for row in read_records(run_dir / "records.jsonl") if row.name in _TOLD][-_SPIKES:]
     lines = [f"# {run_dir.name} stopped at step {step:,}", "", reason, "", f"What is left: {kept}.", ""]
     if events:
         lines += ["## What led there", "", *_table(events), ""]
@@ -39,6 +40,8 @@ def _table(events: Sequence[Record]) -> Iterator[str]:
         if event.name == "rollback":
             left_out = _span(fields["samples"])
             yield f"| {event.step:,} | | back to step {fields['restarted']:,} | {left_out} were left out | | |"
+        elif event.name == "divergence":
+            yield f"| {event.step:,} | {fields['text']} | {fields['answer']} | | | |"
         else:
             places = "; ".join(f"{source} {numbers}" for source, numbers in _documents(fields))
             yield (
