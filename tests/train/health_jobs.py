@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -116,10 +115,6 @@ def spoiled(mesh: Mesh, config: str, run_dir: str, bad: dict[int, str], **flags:
             return asdict(train(read, Path(run_dir), machine=MACHINE, mesh=mesh, **flags))
         except TrainingFailed as error:
             return {"failed": str(error)}
-
-
-def kinds(steps: Collection[int]) -> dict[int, str]:
-    return dict.fromkeys(steps, "garbage")
 
 
 NOISE = """
@@ -237,7 +232,7 @@ def cosines(mesh: Mesh, overrides: list[str]) -> list[tuple[float, float]]:
     config = parse_run_config(NOISE, "test", overrides)
     model = split_model(config, mesh, dtype=torch.float32)
     counted = {name: spec for name, spec in model.split.specs.items() if spec.counted}
-    sampled, found = ConsecutiveCosine(counted), []
+    sampled, found = ConsecutiveCosine(counted, dict.fromkeys(counted, torch.float32)), []
     before: dict[str, torch.Tensor] = {}
     for step in range(4):
         model.gradients.end_step()

@@ -58,6 +58,15 @@ def test_every_layout_has_the_figures_of_one_process(
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-10), key
 
 
+def test_norms_of_layers_do_not_depend_on_the_order_of_the_norm_that_is_clipped(
+    workers: WorkerPool, expected: list[dict[str, Any]]
+) -> None:
+    overrides = ["parallel.dp_shard=2", "parallel.zero=1", "train.grad_clip_norm=inf"]
+    for found in workers.run(health_jobs.figures, Layout(dp_shard=2), overrides):
+        assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-10)
+        assert found[0]["norm"] < expected[0]["norm"]
+
+
 def test_figures_are_of_master_weights(workers: WorkerPool, expected: list[dict[str, Any]]) -> None:
     """Updates of bf16 parameters are often too small for them to show."""
     [found] = workers.run(health_jobs.figures, Layout(), [], "bf16")
@@ -77,7 +86,8 @@ LONG = [
     "health.threshold=12",
     "health.window=32",
 ]
-BAD = {80: "garbage", 90: "nan", 91: "garbage"}
+BAD = {60: "garbage", 61: "nan", 62: "garbage", 72: "nan", 73: "garbage", 74: "nan", 90: "nan"}
+ANSWERS = {60: "skip", 61: "clip", 62: "slow", 72: "skip", 73: "clip", 74: "slow", 90: "skip"}
 
 
 def run(workers: WorkerPool, config: Any, run_dir: Path, bad: dict[int, str], **flags: Any) -> dict[str, Any]:
@@ -96,13 +106,15 @@ def spikes(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
 def test_poisoned_batches_are_left_out(
     workers: WorkerPool, tiny_config: Config, tmp_path: Path, layout: list[str]
 ) -> None:
-    """Found where they were planted and nowhere else, named, and without effect on where the run ends."""
-    config = tiny_config(*LONG, *layout, "health.spikes=slow", "health.calm=5")
+    """Garbage and NaN on each rung that leaves an update out: found where they were planted and nowhere else, named, and
+    without effect on where the run ends."""
+    # A rate at which little is left to learn at the end: seven updates fewer are 7 % of the run.
+    config = tiny_config(*LONG, *layout, "health.spikes=slow", "health.calm=5", "optimizer.lr=1e-2")
     clean = run(workers, config, tmp_path / "clean", {})
     ours = run(workers, config, tmp_path / "ours", BAD)
     assert spikes(tmp_path / "clean") == []
     found = spikes(tmp_path / "ours")
-    assert [(step, row["answer"]) for step, row in found] == [(80, "skip"), (90, "skip"), (91, "clip")]
+    assert {step: row["answer"] for step, row in found} == ANSWERS
     for step, row in found:
         first = (step - 1) * 8
         assert row["samples"] == [first, first + 7]
@@ -111,7 +123,8 @@ def test_poisoned_batches_are_left_out(
         assert row["documents"][0]["source"] == "words"
     assert ours["val_loss"] == pytest.approx(clean["val_loss"], rel=0.01)
     rates = dict(series(tmp_path / "ours", "train/lr"))
-    assert len(set(rates.values()) - {rates[step] for step in range(1, 4)}) <= 1  # after warm-up: never slowed
+    slowed = {step for step, rate in rates.items() if step > 3 and rate < rates[50]}
+    assert slowed == {*range(63, 68), *range(75, 80)}  # the `calm` steps behind a third spike
 
 
 @pytest.mark.slow
@@ -141,8 +154,9 @@ def test_a_resumed_run_goes_on_as_it_would_have(workers: WorkerPool, tiny_config
 
 def test_the_last_rung_names_the_steps(workers: WorkerPool, tiny_config: Config, tmp_path: Path) -> None:
     config = tiny_config(*LONG, "health.spikes=stop")
-    result = run(workers, config, tmp_path / "run", health_jobs.kinds(range(80, 100)))
-    assert result["failed"].startswith("step 83: loss ")
+    bad = {step: "nan" if step % 2 else "garbage" for step in range(80, 100)}
+    result = run(workers, config, tmp_path / "run", bad)
+    assert result["failed"].startswith("step 83: loss nan")
     assert "(steps 80, 81, 82, 83, whose updates were left out)" in result["failed"]
     assert [row["answer"] for _, row in spikes(tmp_path / "run")] == ["skip", "clip", "slow", "stop"]
 
@@ -155,7 +169,14 @@ def test_who_is_slow_and_how_often_gradients_were_clipped(
     limit, norms = config.train.grad_clip, dict(series(tmp_path / "run", "train/grad_norm"))
     shares = {4: sum(norms[s] > limit for s in range(1, 5)) / 4, 8: sum(norms[s] > limit for s in range(5, 9)) / 4}
     assert dict(series(tmp_path / "run", "health/clipped")) == shares
-    busy = [record for record in read_records(tmp_path / "run" / "records.jsonl") if record.name == "health/rank_busy"]
+    records = list(read_records(tmp_path / "run" / "records.jsonl"))
+    layers = {row.step: json.loads(str(row.value))["grad_norm"] for row in records if row.name == "health/grad_norms"}
+    assert [*layers] == [1, 2, 3, 5, 6, 7]  # every step: those of the measured ones are in health/layers
+    for step, found in layers.items():
+        assert math.hypot(*found) == pytest.approx(norms[step], rel=1e-3)
+    jitter = [(row.step, row.tags["rank"]) for row in records if row.name == "health/rank_jitter" and row.value > 0]
+    busy = [record for record in records if record.name == "health/rank_busy"]
+    assert jitter == [(record.step, record.tags["rank"]) for record in busy]
     assert [(record.step, record.tags["rank"]) for record in busy] == [(4, 0), (4, 1), (8, 0), (8, 1)]
     for step, slowest in series(tmp_path / "run", "health/straggler"):
         seconds = [float(record.value) for record in busy if record.step == step]

@@ -59,9 +59,17 @@ def whole(workers: WorkerPool, tiny_config: Config, tmp_path_factory: pytest.Tem
     return run_dir
 
 
-def test_weights_that_one_update_ruined_are_restored(
-    workers: WorkerPool, tiny_config: Config, tmp_path: Path, whole: Path
-) -> None:
+@pytest.fixture(scope="module")
+def clean_loss(workers: WorkerPool, tiny_config: Config, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """For validation, of the run without trouble."""
+    run_dir = tmp_path_factory.mktemp("runs") / "clean"
+    result = run(workers, tiny_config(*RUN), run_dir, {})
+    assert events(run_dir, "spike") == []
+    loss: float = result["val_loss"]
+    return loss
+
+
+def test_weights_that_one_update_ruined_are_restored(whole: Path, clean_loss: float) -> None:
     """Skipping is of no use: the weights are bad. Going back is, and the run ends as well as one without trouble."""
     assert [(step, row["answer"]) for step, row in events(whole, "spike")] == [
         (81, "skip"),
@@ -73,14 +81,35 @@ def test_weights_that_one_update_ruined_are_restored(
     [(step, row)] = events(whole, "rollback")
     assert (step, row["good"], row["restarted"], row["from"]) == (84, 60, 60, "memory")
     assert row["samples"] == [60 * 8, 104 * 8 - 1]
-    clean = run(workers, tiny_config(*RUN), tmp_path / "clean", {})
-    assert events(tmp_path / "clean", "spike") == []
     result = json.loads((whole / "summary.json").read_text())
-    assert result["val_loss"] == pytest.approx(clean["val_loss"], rel=0.01)
+    assert result["val_loss"] == pytest.approx(clean_loss, rel=0.01)
     steps = [step for step, _ in series(whole, "train/loss")]
     assert steps == [*range(1, 85), *range(61, 141)]
     losses = dict(series(whole, "train/loss"))  # of a step made twice the last
     assert max(losses[step] for step in range(61, 141)) < 1.2 * losses[60]
+
+
+def test_a_stretch_of_bad_data_is_left_behind(
+    workers: WorkerPool, tiny_config: Config, tmp_path: Path, clean_loss: float
+) -> None:
+    """Garbage and NaN in turn, longer than the milder rungs have answers."""
+    bad = {8 * batch: "nan" if batch % 2 else "garbage" for batch in range(79, 90)}
+    result = run(workers, tiny_config(*RUN), tmp_path / "run", bad)
+    found = [(step, row["answer"]) for step, row in events(tmp_path / "run", "spike")]
+    assert found == [(80, "skip"), (81, "clip"), (82, "slow"), (83, "rollback")]
+    [(_, row)] = events(tmp_path / "run", "rollback")
+    assert row["samples"][1] >= 8 * 90 - 1
+    assert result["val_loss"] == pytest.approx(clean_loss, rel=0.01)
+
+
+def test_the_last_rung_stops_a_run_whose_weights_are_ruined(
+    workers: WorkerPool, tiny_config: Config, tmp_path: Path
+) -> None:
+    """And names what came before."""
+    result = run(workers, tiny_config(*RUN, "health.spikes=stop"), tmp_path / "run", RUINED)
+    assert result["failed"].startswith("step 84: loss ")
+    assert "(steps 81, 82, 83, 84, whose updates were left out)" in result["failed"]
+    assert "the last good checkpoint is step-00000035" in result["failed"]
 
 
 @pytest.mark.parametrize(

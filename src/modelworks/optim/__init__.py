@@ -15,6 +15,7 @@ from modelworks.optim.schedules import Schedule, build_schedule
 if TYPE_CHECKING:
     from modelworks.optim.clip import Reduce as Reduce
     from modelworks.optim.clip import clip_gradients as clip_gradients
+    from modelworks.optim.clip import norm_powers as norm_powers
     from modelworks.optim.conformance import NotConforming as NotConforming
     from modelworks.optim.conformance import check_optimizer as check_optimizer
     from modelworks.optim.mup import MupGroup as MupGroup
@@ -72,6 +73,7 @@ __all__ = [
     "check_optimizer",
     "clip_gradients",
     "mup_groups",
+    "norm_powers",
     "parameter_options",
 ]
 
@@ -82,6 +84,7 @@ _NEED_TORCH = {
     "MupGroup": "mup",
     "mup_groups": "mup",
     "Reduce": "clip",
+    "norm_powers": "clip",
     "Split": "sums",
     **dict.fromkeys(["Adafactor", "Adam", "AdamW", "Lamb", "Lars", "Lion", "Sgd"], "torch_optimizers"),
     **dict.fromkeys(["Adam8bit", "AdamW8bit", "Lion8bit", "Muon"], "torch_optimizers"),

@@ -28,12 +28,14 @@ def clip_gradients(
     p: float = 2.0,
     reduce: Reduce | None = None,
     counted: Collection[str] | None = None,
+    powers: Tensor | None = None,
 ) -> float:
     """Scale gradients in place so that their global p-norm is at most `max_norm`; returns the norm before.
 
     named_gradients: full parameter name -> gradient, any shape and floating dtype. max_norm: None measures only.
     p: any positive number, or `math.inf`. reduce: over all ranks that hold a part; None where one holds everything.
-    counted: names whose elements this rank adds to the norm; None for all of them.
+    counted: names whose elements this rank adds to the norm; None for all of them. powers: `norm_powers` of those, in
+    their order, where they are known already.
     A sparse gradient is densified by nobody and therefore refused by torch.
     """
     if not p > 0:
@@ -41,22 +43,35 @@ def clip_gradients(
     gradients = [gradient for gradient in named_gradients.values() if gradient.numel()]
     combine = reduce or (lambda value, how: value)
     own = [gradient for name, gradient in named_gradients.items() if counted is None or name in counted]
-    norm = _global_norm([gradient for gradient in own if gradient.numel()], p, combine)
+    norm = _global_norm([gradient for gradient in own if gradient.numel()], p, combine, powers)
     if gradients and max_norm is not None and math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(gradients, max_norm / norm)
     return norm
 
 
-def _global_norm(gradients: Sequence[Tensor], p: float, combine: Reduce) -> float:
+def norm_powers(gradients: Sequence[Tensor], p: float = 2.0, least: torch.dtype = torch.float32) -> Tensor:
+    """The p-th power of each tensor's p-norm, (tensors,) in float64 on their device; norms are taken in at least
+    `least`."""
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
+    norms = [
+        torch.linalg.vector_norm(gradient, ord=p, dtype=torch.promote_types(gradient.dtype, least))
+        for gradient in gradients
+    ]
+    return torch.stack([norm.double() for norm in norms]).pow(p)
+
+
+def _global_norm(gradients: Sequence[Tensor], p: float, combine: Reduce, powers: Tensor | None) -> float:
     if math.isinf(p):
         return float(_largest(gradients, combine))
     if p not in (1.0, 2.0):
         return _scaled_norm(gradients, p, combine)
-    norm = float(combine(_sum_of_powers(gradients, p, torch.float32), "sum").pow(1.0 / p))
+    first = norm_powers(gradients, p) if powers is None else powers
+    norm = float(combine(first.sum(), "sum").pow(1.0 / p))
     if math.isfinite(norm):
         return norm
     # Squares of large finite float32 values overflow; float64 tells them from a real inf or NaN.
-    return float(combine(_sum_of_powers(gradients, p, torch.float64), "sum").pow(1.0 / p))
+    return float(combine(norm_powers(gradients, p, torch.float64).sum(), "sum").pow(1.0 / p))
 
 
 def _scaled_norm(gradients: Sequence[Tensor], p: float, combine: Reduce) -> float:
@@ -73,16 +88,6 @@ def _largest(gradients: Sequence[Tensor], combine: Reduce) -> Tensor:
     largest = torch.stack(norms).max() if norms else torch.zeros((), dtype=torch.float64)
     # Backends take the maximum over ranks by a comparison, which a NaN may lose; an infinity wins.
     return combine(largest.masked_fill(largest.isnan(), math.inf), "max")
-
-
-def _sum_of_powers(gradients: Sequence[Tensor], p: float, least: torch.dtype) -> Tensor:
-    """Each tensor's norm in at least `least`, its p-th powers summed in float64."""
-    return _total(
-        [
-            torch.linalg.vector_norm(gradient, ord=p, dtype=torch.promote_types(gradient.dtype, least)).double().pow(p)
-            for gradient in gradients
-        ]
-    )
 
 
 def _total(values: Sequence[Tensor]) -> Tensor:

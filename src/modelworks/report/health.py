@@ -1,8 +1,9 @@
 """The health of a run: its spikes on a line of time with their documents, what was judged of its course, curves of what
 was measured, a map of gradient norms by layer, and the search for its rate.
 
-Read from the events `spike`, `outlier`, `rollback`, `divergence`, `judgement` and `health/layers` and the figures `health/*` and
-`noise/*`, which docs/health.md lists; and from `tune-lr/records.jsonl` in the run's directory.
+Read from the events `spike`, `outlier`, `rollback`, `divergence`, `judgement`, `health/layers` and `health/grad_norms`
+and the figures `health/*` and `noise/*`, which docs/health.md lists; and from `tune-lr/records.jsonl` in the run's
+directory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from modelworks.report.page import chart_items
 from modelworks.report.rates import rate_drawing
 from modelworks.report.run_data import Run, event_fields
 
-HEALTH_EVENTS = ("spike", "outlier", "divergence", "rollback", "judgement", "health/layers")
+HEALTH_EVENTS = ("spike", "outlier", "divergence", "rollback", "judgement", "health/layers", "health/grad_norms")
 SPIKES = 200  # rows of the table
 COLUMNS, ROWS = 60, 128  # of the map, at most
 WIDTH, MARGIN, CELL = 1000, 90, 16  # of the drawings, in their own units
@@ -106,9 +107,17 @@ def _once(run: Run, name: str) -> list[Record]:
 
 
 def _layers(run: Run) -> list[tuple[int, dict[str, Any]]]:
-    made = (event for event in _once(run, "health/layers") if "undone" not in event.tags)
-    rows = ((event.step, event_fields(event)) for event in made)
-    return [(step, row) for step, row in rows if isinstance(row.get("layers"), list) and row.get("grad_norm")]
+    """Of each step that is known, those between two that were measured with norms of gradients only."""
+    measured, between = (
+        [(event.step, event_fields(event)) for event in _once(run, name) if "undone" not in event.tags]
+        for name in ("health/layers", "health/grad_norms")
+    )
+    measured = [(step, row) for step, row in measured if isinstance(row.get("layers"), list) and row.get("grad_norm")]
+    if not measured:
+        return []
+    names = measured[-1][1]["layers"]
+    named = [(step, {**row, "layers": names}) for step, row in between if len(row.get("grad_norm", [])) == len(names)]
+    return sorted([*measured, *named], key=lambda row: row[0])
 
 
 def _sentence(

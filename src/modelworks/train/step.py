@@ -153,14 +153,15 @@ def apply_gradients(
     by_name, loss, settings = gradients.by_name, gradients.loss, config.train
     if loss_scale != 1.0 and by_name:  # a stage in the middle may hold no parameters
         torch._foreach_mul_(list(by_name.values()), 1.0 / loss_scale)
-    if watch:
-        watch.before_clipping(by_name)
+    norms = watch.before_clipping(by_name) if watch else None
+    over_ranks = world_reduce(model.mesh) if model.mesh.layout.world_size > 1 else None
     norm = clip_gradients(
         by_name,
         watch.clip_at if watch else settings.grad_clip,
         float(settings.grad_clip_norm),
-        reduce=world_reduce(model.mesh) if model.mesh.layout.world_size > 1 else None,
+        reduce=norms.reduce(over_ranks) if norms else over_ranks,
         counted=model.counted,
+        powers=norms.powers if norms else None,
     )
     good = math.isfinite(norm) and math.isfinite(loss)
     # An overflow of fp16 is no fault of the step: the loss scale answers it.

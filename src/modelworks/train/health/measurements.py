@@ -7,6 +7,7 @@ collectives tell which that is. On a device that runs beside its process these a
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import asdict
 from typing import Any
 
@@ -32,31 +33,34 @@ class Measurements:
 
     def __init__(self, log: RunLog, terminal: Terminal, mesh: Mesh) -> None:
         self._log, self._terminal = log, terminal
-        self._steps = self._clipped = 0
-        self._busy = 0.0
+        self._clipped = 0
+        self._busy: list[float] = []  # seconds of each step since the last row
         self._device = DeviceMeter(mesh.device)
         self._told_of_no_noise = self._told_of_device = False
         self.layers: LayerFigures | None = None  # at the last step, where they were measured
 
     def after_step(self, watch: Watch, done: StepDone) -> None:
-        self._steps += 1
-        self._busy += done.seconds - done.waited
+        self._busy.append(done.seconds - done.waited)
         limit = watch.clip_at
         self._clipped += limit is not None and done.result.grad_norm > limit
         probes, self.layers = watch.measures, None
         if done.undone:  # the next step is an earlier one
-            self._steps, self._clipped, self._busy = 0, 0, 0.0
+            self._clipped, self._busy = 0, []
             return
         if probes is None:
+            if watch.probes:
+                norms = [float(f"{norm:.4g}") for norm in watch.probes.norms.layers()]
+                self._log.event(done.step, "health/grad_norms", {"grad_norm": norms})
             return
-        figures, step = probes.collect(self._busy / self._steps, self._device.share()), done.step
+        busy, step = statistics.fmean(self._busy), done.step
+        figures = probes.collect(busy, self._device.share(), statistics.pstdev(self._busy, busy))
         self.layers = figures.layers
         self._write_layers(step, figures, applied=done.result.applied)
-        self._log.figure(step, "health/clipped", self._clipped / self._steps)
+        self._log.figure(step, "health/clipped", self._clipped / len(self._busy))
         self._write_noise(step, figures.noise, watch.noise)
         self._write_ranks(step, figures)
         self._write_devices(step, figures.device_shares)
-        self._steps, self._clipped, self._busy = 0, 0, 0.0
+        self._clipped, self._busy = 0, []
 
     def _write_layers(self, step: int, figures: StepFigures, *, applied: bool) -> None:
         rounded: dict[str, Any] = {
@@ -97,9 +101,15 @@ class Measurements:
             log.figure(step, "health/disagreement", figures.disagreement.mean)
             for rank, distance in enumerate(figures.disagreement.ranks):
                 log.write(Record(step, "health/rank_disagreement", distance, tags={"data_rank": rank}))
+        seconds = figures.busy
+        log.write(
+            *(
+                Record(step, "health/rank_jitter", each, "s", tags={"rank": rank})
+                for rank, each in enumerate(figures.jitter)
+            )
+        )
         if world == 1:
             return
-        seconds = figures.busy
         log.write(
             *(Record(step, "health/rank_busy", each, "s", tags={"rank": rank}) for rank, each in enumerate(seconds))
         )

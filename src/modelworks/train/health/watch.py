@@ -10,6 +10,7 @@ from modelworks.config import RunConfig
 from modelworks.data.batch import Batch
 from modelworks.optim import Optimizer
 from modelworks.parallel import SplitModel
+from modelworks.train.health.gradient_norms import GradientNorms
 from modelworks.train.health.judgements import Judge
 from modelworks.train.health.monitor import Judgement, Monitor
 from modelworks.train.health.noise import NoiseScale
@@ -62,11 +63,15 @@ class Watch:
             probes.before_passes(self.step, parts, targets, scale)
         return probes
 
-    def before_clipping(self, gradients: Mapping[str, Tensor]) -> None:
+    def before_clipping(self, gradients: Mapping[str, Tensor]) -> GradientNorms | None:
+        """What has seen the gradients' norms, for clipping to use; None where that is not wanted."""
+        if self.probes:
+            self.probes.norms.see(gradients)
         if probes := self.measures:
             probes.before_clipping(self.step, gradients)
         if self.probes and self._every and (self.step + 1) % self._every == 0:
             self.probes.cosine.keep(self.step, gradients)
+        return self.probes.norms if self.probes else None
 
     def judge(self, loss: float, norm: float) -> Judgement | None:
         return self.monitor.judge(self.step, loss, norm) if self.monitor else None
