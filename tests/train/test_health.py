@@ -106,8 +106,8 @@ def spikes(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
 def test_poisoned_batches_are_left_out(
     workers: WorkerPool, tiny_config: Config, tmp_path: Path, layout: list[str]
 ) -> None:
-    """Garbage and NaN on each rung that leaves an update out: found where they were planted and nowhere else, named, and
-    without effect on where the run ends."""
+    """Garbage and NaN on each rung that leaves an update out: found where they were planted and nowhere else, named,
+    and without effect on where the run ends."""
     # A rate at which little is left to learn at the end: seven updates fewer are 7 % of the run.
     config = tiny_config(*LONG, *layout, "health.spikes=slow", "health.calm=5", "optimizer.lr=1e-2")
     clean = run(workers, config, tmp_path / "clean", {})
