@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from modelworks.config import RunConfig, count_parameters
+from modelworks.config import RunConfig, count_parameters, layer_of, parameter_shapes, presets
 from modelworks.layout import Layout, data_parallel_traffic, plan_parameters
 from modelworks.layout.pipeline import stage_layers
-from modelworks.layout.traffic import step_traffic, traffic_by_cause
+from modelworks.layout.traffic import figured_layers, step_traffic, traffic_by_cause
 
 ROWS, LENGTH, WIDTH, LAYERS = 16, 64, 32, 4
 
@@ -29,6 +29,12 @@ def run(model: dict[str, Any] | None = None, **parallel: Any) -> RunConfig:
 
 def total(config: RunConfig, cause: str, rank: int = 0, rows: tuple[int, ...] = (2, 2)) -> float:
     return sum(volume.bytes for volume in traffic_by_cause(config, rank, rows)[cause].values())
+
+
+def test_layers_that_figures_are_told_by() -> None:
+    for name, model in presets().items():
+        if model.n_layers <= 16:  # the same families are there in larger sizes
+            assert figured_layers(model) == len(set(map(layer_of, parameter_shapes(model)))), name
 
 
 def test_one_process_sends_nothing() -> None:
@@ -110,4 +116,4 @@ def test_experts_send_what_their_tokens_choose() -> None:
 def test_what_keeps_ranks_in_step_is_a_few_scalars() -> None:
     control = traffic_by_cause(run(dp_replicate=2, tp=2), 0, [2])["control"]
     assert control["world", "all_reduce"].calls == 3
-    assert sum(volume.bytes for volume in control.values()) < 100
+    assert sum(volume.bytes for volume in control.values()) < 100 + 1.5 * 8 * (LAYERS + 3)  # norms of layers

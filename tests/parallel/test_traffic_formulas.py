@@ -15,6 +15,7 @@ from modelworks.layout.traffic import step_traffic
 from modelworks.optim import build_optimizer
 from modelworks.parallel import Mesh, agree, split_model
 from modelworks.train import PRECISIONS, data_rows
+from modelworks.train.health import Watch
 from modelworks.train.step import apply_gradients, compute_gradients
 from modelworks.verify.batches import verification_batch
 
@@ -107,14 +108,16 @@ def trained(mesh: Mesh, name: str) -> dict[str, Any]:
     )
     model.train()
     optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
+    watch = Watch(config, model, optimizer, warmup_steps=0)
     rows = torch.zeros(mesh.size("ep"), dtype=torch.int64)
     for step in range(2):
         mesh.traffic.take()
+        watch.begin(step + 1)
         batch = verification_batch(config, step).rows(data_rows(model, config.train.global_batch))
         gradients = compute_gradients(
-            model, batch, config, step=step, micro_batch=int(config.train.micro_batch), precision=precision
+            model, batch, config, step=step, micro_batch=int(config.train.micro_batch), precision=precision, watch=watch
         )
-        apply_gradients(model, optimizer, gradients, config, lr=1e-3)
+        apply_gradients(model, optimizer, gradients, config, lr=1e-3, watch=watch)
         agree(False, mesh)
     sent = {key: (volume.calls, volume.bytes) for key, volume in mesh.traffic.take().items()}
     for routing in gradients.micro.routings:

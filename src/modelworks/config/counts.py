@@ -48,6 +48,13 @@ class FlopCount:
     by_component: dict[str, float]
 
 
+def layer_of(name: str) -> str:
+    """What figures of a layer are told by: `blocks.3` of blocks.3.attention.query.weight, `embedding` of
+    embedding.weight."""
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
+
+
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Full parameter name -> shape, in the built module's order. Linear weights are (out, in)."""
     shapes: dict[str, Shape] = {"embedding.weight": (model.vocab_size, model.d_model)}

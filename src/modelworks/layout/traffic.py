@@ -14,7 +14,7 @@ and an element of the stream of e bytes, S = r T d e, what is sent is
 
 with Q and KV the bytes of a rank's queries and of its keys and values. Recomputation runs the forward exchanges of a
 block again, all but its last where nothing after that is kept. Data parallelism is in `data_traffic`. What only keeps
-ranks in step (norm, loss, target weights, stop flag: a few scalars) is `control`.
+ranks in step (norms, loss, target weights, stop flag: some scalars) is `control`.
 
 Invariant: these are the counts that `Mesh.traffic` has after a step, exactly; tested for every axis. Only experts
 depend on the data: what they really send follows from the counts of rows (`routed`).
@@ -281,13 +281,23 @@ def _add_pipeline(step: _Step, tally: Tally) -> None:
             tally.send("pp", rows * length * step.model.d_model * step.itemsize)
 
 
+def figured_layers(model: ModelConfig) -> int:
+    """Layers that figures are told by (`layer_of`): blocks, embeddings, the final norm and a head of its own."""
+    return model.n_layers + 2 + (model.positions == "learned") + (not model.tie_embeddings)
+
+
 def _add_control(step: _Step, tally: Tally) -> None:
     layout, model = step.layout, step.model
     world = layout.world_size
     tally.all_reduce("dp", layout.size(step.rank, "dp"), CONTROL_BYTES)  # target weights
     tally.all_reduce("world", world, CONTROL_BYTES)  # loss
     order = float(step.config.train.grad_clip_norm)
-    tally.all_reduce("world", world, CONTROL_BYTES, 1 if math.isinf(order) or order in (1.0, 2.0) else 2)  # norm
+    sums = order in (1.0, 2.0)
+    layers = figured_layers(model) * CONTROL_BYTES if step.config.health.layers_every else 0
+    tally.all_reduce("world", world, CONTROL_BYTES + (layers if sums else 0))  # norm, and with it those of layers
+    if not sums:
+        tally.all_reduce("world", world, CONTROL_BYTES, 0 if math.isinf(order) else 1)
+        tally.all_reduce("world", world, layers, 1 if layers else 0)
     tally.all_reduce("world", world, STOP_FLAG_BYTES)
     if model.n_experts:
         for layers in step.stages.values():  # loads, dropped choices and two losses of each layer

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from modelworks.config import layer_of
 from modelworks.optim import Reduce, Split, norm_powers
 
 
@@ -76,9 +77,3 @@ class GradientNorms:
         """Norms by layer, the model's, in the order of `names`; the same on every rank."""
         assert self._total is not None
         return [math.sqrt(square) for square in self._total.tolist()]
-
-
-def layer_of(name: str) -> str:
-    """`blocks.3` of blocks.3.attention.query.weight, `embedding` of embedding.weight."""
-    first, _, rest = name.partition(".")
-    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modelworks.config import layer_of
 from modelworks.optim import Split, norm_powers
 from modelworks.train.health.elements import Elements
-from modelworks.train.health.gradient_norms import layer_of
 
 SAMPLE = 4096  # elements of one tensor
 _WEIGHT, _SAMPLED_WEIGHT, _SAMPLED_UPDATE = range(3)
