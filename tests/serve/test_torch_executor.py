@@ -200,8 +200,64 @@ def test_a_fork_reads_the_past_it_shares() -> None:
     assert n_copies == 1
 
 
-def test_what_cannot_be_is_refused() -> None:
-    model = model_of(torch.bfloat16)
-    for kv_dtype, message in (("fp32", "hold no more"), ("int4", "expected auto"), ("fp", "did you mean")):
-        with pytest.raises(UserError, match=message):
-            build_executor(model, n_blocks=2, block_size=4, kv_dtype=kv_dtype, native="off")
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8"])
+def test_smaller_caches_give_nearly_the_same_logits(kv_dtype: str) -> None:
+    """And the same ones however a prompt is cut: what a chunk reads of its own keys is what later ones will read."""
+    model, rows = model_of(torch.float32), []
+    for budget in (100, 11):
+        traffic = Traffic(
+            build_executor(model, n_blocks=40, block_size=4, kv_dtype=kv_dtype, native="off"), budget=budget
+        )
+        sequences = random_traffic(traffic, 0, n=3)
+        rows.append(traffic.run())
+    for key, tokens in sequences.items():
+        expected = dense(model, tokens)
+        for position, row in rows[0][key].items():
+            if position in rows[1][key]:
+                torch.testing.assert_close(row, rows[1][key][position], atol=2e-2, rtol=2e-2)
+            error = (row - expected[position]).norm() / expected[position].norm()
+            assert error < {"bf16": 0.02, "int8": 0.04, "fp8": 0.2}[kv_dtype]
+
+
+INVARIANT = [("llama", torch.float32), ("llama", torch.bfloat16), ("gpt2", torch.float32), ("window", torch.float32),
+             ("qwen2", torch.bfloat16), ("mixtral", torch.float32)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype"), INVARIANT)
+def test_batch_invariant_bits_do_not_depend_on_the_mix(name: str, dtype: torch.dtype) -> None:
+    """The same sequences alone, in company, and in chunks of another size, give the same logits bit by bit."""
+    model = model_of(dtype, **{**FAMILIES[name], "d_model": 64, "d_ff": 96})
+    results: dict[str, dict[int, Tensor]] = {}
+    for n_blocks, budget, n in ((80, 300, 7), (20, 17, 5), (64, 40, 6)):
+        executor = build_executor(model, n_blocks=n_blocks, block_size=8, native="off", batch_invariant=True)
+        traffic = Traffic(executor, budget=budget)
+        sequences = random_traffic(traffic, 0, n=n)
+        for key, rows in traffic.run().items():
+            for position, row in rows.items():
+                before = results.setdefault(key, {}).setdefault(position, row)
+                assert torch.equal(row, before), f"sequence {key} at {position} in steps of {budget}"
+    alone = Traffic(build_executor(model, n_blocks=20, block_size=8, native="off", batch_invariant=True), budget=99)
+    alone.add("3", sequences["3"], len(sequences["3"]))
+    for position, row in alone.run()["3"].items():
+        assert torch.equal(row, results["3"][position])
+        torch.testing.assert_close(row, dense(model, sequences["3"])[position], atol=2e-1, rtol=5e-2)
+
+
+def test_batch_invariant_across_tiles_of_keys() -> None:
+    model = model_of(torch.float32, max_seq_len=1200, n_layers=1)
+    draw, rows = random.Random(0), []
+    tokens = [draw.randrange(61) for _ in range(1100)]
+    for budget, n_prompt in ((2000, 1090), (333, 1060)):
+        executor = build_executor(model, n_blocks=160, block_size=16, native="off", batch_invariant=True)
+        traffic = Traffic(executor, budget=budget)
+        traffic.add("long", tokens, n_prompt)
+        traffic.add("other", tokens[500:560], 3)
+        run = traffic.run()["long"]
+        rows.append(torch.stack([run[position] for position in range(1100)]))
+    assert torch.equal(rows[0], rows[1])
+    torch.testing.assert_close(rows[0], dense(model, tokens), atol=1e-3, rtol=1e-3)
+
+
+def test_batch_invariance_is_refused_where_it_is_not_kept() -> None:
+    with pytest.raises(UserError, match="divisor of 512"):
+        build_executor(model_of(), n_blocks=2, block_size=3, native="off", batch_invariant=True)

@@ -7,6 +7,9 @@ Every layer writes its new keys and values first, and then attends to what the c
     a chunk          sequence by sequence, its blocks gathered; a prompt's beginning reads its own keys directly, where
                      the cache holds them exactly
 
+Batch-invariant, tables begin and end at multiples of KEYS keys and rows are filled up to ROWS (`serve.invariant`), so
+that a token's softmax and sum run over the same tiles whatever it is computed with.
+
 Nothing is read but a sequence's own blocks: numbers that are not finite stay with whom they belong to. Which indices
 and masks that takes is worked out once a step, for all layers. With a window, blocks before it are not gathered.
 
@@ -19,9 +22,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from modelworks.models import DropoutKey, Routing, additive, attend_one, grouped_attention
 from modelworks.serve.batch import RaggedBatch
+from modelworks.serve.invariant import KEYS, ROWS
 from modelworks.serve.kv_cache import KVCache
 
 # Keys gathered at once, on a CPU and elsewhere: beyond this, more calls are cheaper than memory that fits no cache.
@@ -33,13 +38,23 @@ class PagedContext:
     """The context of one step. The batch's rows are one: tokens (1, T).
 
     key_of_query: int64 (H,), the key/value head that each query head uses, where they do not come in equal groups.
+    batch_invariant: where blocks divide KEYS.
     """
 
     dropout: DropoutKey | None = None
     routing: Routing | None = None
 
-    def __init__(self, cache: KVCache, batch: RaggedBatch, key_of_query: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        batch: RaggedBatch,
+        key_of_query: Tensor | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         self._cache, self._batch, self._key_of_query = cache, batch, key_of_query
+        self._rows = ROWS if batch_invariant else 1
+        self._tile = KEYS // cache.block_size if batch_invariant else 1  # blocks that are gathered at least, together
 
     def prepare(self, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
         """Indices and masks of all layers, and blocks that begin emptied."""
@@ -51,7 +66,8 @@ class PagedContext:
         counts = starts.diff()
         one = (counts == 1).nonzero().flatten()
         seen = lengths if window is None else lengths.clamp(max=window)
-        first, last = (lengths - seen) // cache.block_size, (lengths - 1) // cache.block_size
+        first = (lengths - seen) // cache.block_size // self._tile * self._tile
+        last = (lengths - 1) // cache.block_size
         most = GATHERED_KEYS[device.type != "cpu"] // cache.block_size
         self._singles = [
             self._single(
@@ -95,14 +111,24 @@ class PagedContext:
                 k_LGK, v_LGK = self._for_queries(k_TGK[None, part]), self._for_queries(v_TGK[None, part])
             else:
                 k_LGK, v_LGK = self._read(layer, chunk.blocks)
-            q_HTK = q_THK[None, part].transpose(1, 2)
+            q_HTK = self._filled_up(q_THK[None, part].transpose(1, 2))
             out_HTK = grouped_attention(q_HTK, k_LGK.transpose(1, 2), v_LGK.transpose(1, 2), chunk.mask)
-            out_THK[part] = out_HTK[0].transpose(0, 1)
+            out_THK[part] = out_HTK[0, :, : chunk.stop - chunk.start].transpose(0, 1)
         return out_THK[None]
 
     def _attend_single(self, layer: int, q_SHK: Tensor, single: _Single) -> Tensor:
         k_SLGK, v_SLGK = self._read(layer, single.blocks)
-        return attend_one(q_SHK[:, :, None], k_SLGK.transpose(1, 2), v_SLGK.transpose(1, 2), single.mask)[:, :, 0]
+        k_SGLK, v_SGLK = k_SLGK.transpose(1, 2), v_SLGK.transpose(1, 2)
+        if self._rows == 1:
+            return attend_one(q_SHK[:, :, None], k_SGLK, v_SGLK, single.mask)[:, :, 0]
+        q_SGQK = q_SHK.view(len(q_SHK), k_SGLK.shape[1], -1, q_SHK.shape[-1])
+        out_SGQK = grouped_attention(self._filled_up(q_SGQK), k_SGLK, v_SGLK, single.mask)
+        return out_SGQK[:, :, : q_SGQK.shape[2]].flatten(1, 2)
+
+    def _filled_up(self, q: Tensor) -> Tensor:
+        """(..., rows, K) with as many rows as a batch-invariant product needs, zeros."""
+        missing = -q.shape[-2] % self._rows
+        return F.pad(q, (0, 0, 0, missing)) if missing else q
 
     def _read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         k_SLGK, v_SLGK = self._cache.read(layer, blocks)
@@ -126,7 +152,7 @@ class PagedContext:
         """Sequences with one new token. lengths: keys of each; seen: the last so many of them, which lie in the places
         `first` to `last` of their tables."""
         size = self._cache.block_size
-        place = first[:, None] + torch.arange(int((last - first).max()) + 1)
+        place = first[:, None] + torch.arange(_up(int((last - first).max()) + 1, self._tile))
         blocks = tables.long().gather(1, place.minimum(last[:, None]))
         key = (place[:, :, None] * size + torch.arange(size)).flatten(1)
         visible = (key < lengths[:, None]) & (key >= (lengths - seen)[:, None])
@@ -148,11 +174,13 @@ class PagedContext:
         size, past = self._cache.block_size, length - count
         if window is not None and window >= length:
             window = None
-        if past == 0 and window is None and self._cache.exact:
+        if past == 0 and window is None and self._cache.exact and self._tile == 1:
             return _Chunk(start, start + count, None, None)
-        first = 0 if window is None else max(0, past + 1 - window) // size
-        blocks = table[None, first : -(-length // size)].long()
-        query = torch.arange(past, length)[:, None]
+        first = 0 if window is None else max(0, past + 1 - window) // size // self._tile * self._tile
+        last = (length - 1) // size
+        place = torch.arange(first, first + _up(last + 1 - first, self._tile)).clamp(max=last)
+        blocks = table.long()[None, place]
+        query = torch.arange(past, past + _up(count, self._rows))[:, None]
         key = torch.arange(first * size, (first + blocks.shape[1]) * size)
         visible = key <= query if window is None else (key <= query) & (key > query - window)
         return _Chunk(start, start + count, blocks.to(device), additive(visible, dtype).to(device))
@@ -178,6 +206,11 @@ class _Chunk:
     stop: int
     blocks: Tensor | None
     mask: Tensor | None
+
+
+def _up(number: int, multiple: int) -> int:
+    """The next multiple, or the number itself where it is one."""
+    return -(-number // multiple) * multiple
 
 
 def _begun(slots: Tensor, block_size: int) -> Tensor:

@@ -1,14 +1,21 @@
-"""Steps in torch: the training modules under a paged context. Any model, any device, any format of cache."""
+"""Steps in torch: the training modules under a paged context. Any model, any device, any format of cache.
+
+batch_invariant: a sequence's logits are the same bits alone and in any mix of others, however its prompt is cut into
+chunks. On CPUs only; see `modelworks.serve.invariant` for how, and docs/serving-cache.md for what it costs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from modelworks.config import UserError
 from modelworks.models import Transformer
 from modelworks.serve.batch import RaggedBatch
+from modelworks.serve.invariant import KEYS, InvariantProducts, check_products
 from modelworks.serve.kv_cache import KVCache, kv_bytes_per_block, resolve_kv_dtype
 from modelworks.serve.paged import PagedContext
 from modelworks.serve.tensor_parallel.shares import HeadShare
@@ -52,6 +59,13 @@ class TorchExecutor:
         )
         model.pack_storage()
         self._model = model.eval()
+        self._batch_invariant = batch_invariant
+        if batch_invariant:
+            if weight.device.type != "cpu":
+                raise UserError(f"batch_invariant: only on a CPU, and the model is on {weight.device.type}")
+            if KEYS % block_size:
+                raise UserError(f"block_size: got {block_size}, expected a divisor of {KEYS} with batch_invariant")
+            check_products(model)
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -60,14 +74,16 @@ class TorchExecutor:
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> Tensor:
         parts = [batch] if self._of_one_rotation(batch) else batch.alone()
-        return torch.cat([self._run(part) for part in parts])
+        with InvariantProducts() if self._batch_invariant else nullcontext():
+            return torch.cat([self._run(part) for part in parts])
 
     def close(self) -> None:
         self._cache.close()
 
     def _run(self, batch: RaggedBatch) -> Tensor:
         tokens, positions = batch.tokens.to(self.device), batch.positions.to(self.device)
-        hidden = self._model(tokens[None], positions[None], PagedContext(self._cache, batch, self._key_of_query))
+        context = PagedContext(self._cache, batch, self._key_of_query, batch_invariant=self._batch_invariant)
+        hidden = self._model(tokens[None], positions[None], context)
         logits = self._model.logits(hidden[0].index_select(0, batch.wanted.to(self.device)))
         return logits.to(torch.float32).cpu()
 
