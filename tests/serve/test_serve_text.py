@@ -1,54 +1,37 @@
 """Streams of text against the text as a whole: whatever the split, the same comes out."""
 
-from collections.abc import Sequence
+from codecs import getincrementaldecoder
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelworks.serve.text import StopStrings, TextStream
+from modelworks.serve.text import CompletionText, StopStrings
 
 
-def decode_bytes(tokens: Sequence[int]) -> str:
-    return bytes(tokens).decode("utf-8", errors="replace")
+class Bytes:
+    """Tokens are bytes; a character comes out once it is whole."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(bytes([token_id]))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
 
 
-def decode_each_byte(tokens: Sequence[int]) -> str:
-    """As byte-fallback tokenisers do: of a run that is no text, each byte is one U+FFFD."""
-    try:
-        return bytes(tokens).decode("utf-8")
-    except UnicodeDecodeError as error:
-        rest = decode_each_byte(tokens[error.end :]) if error.end < len(tokens) else ""
-        return bytes(tokens[: error.start]).decode("utf-8") + "\ufffd" * (error.end - error.start) + rest
-
-
-@given(st.text(max_size=30), st.sampled_from([decode_bytes, decode_each_byte]))
-def test_text_comes_out_whole_and_never_in_halves(text: str, decode: object) -> None:
-    stream = TextStream(decode)  # type: ignore[arg-type]
-    shown = [stream.push(token) for token in text.encode()]
-    assert "".join(shown) + stream.flush() == text
-    if "\ufffd" not in text:
-        assert "\ufffd" not in "".join(shown)
-        assert "".join(shown) == text, "a whole character waits for nothing"
-
-
-@given(st.binary(max_size=40), st.sampled_from([decode_bytes, decode_each_byte]))
-def test_bytes_that_are_no_text_come_out_as_they_decode(data: bytes, decode: object) -> None:
-    stream = TextStream(decode)  # type: ignore[arg-type]
-    assert "".join(map(stream.push, data)) + stream.flush() == decode(data)  # type: ignore[operator]
-
-
-def test_endless_bytes_that_are_no_text_cost_no_more_each() -> None:
-    lengths: list[int] = []
-
-    def decode(tokens: Sequence[int]) -> str:
-        lengths.append(len(tokens))
-        return decode_bytes(tokens)
-
-    stream = TextStream(decode)
-    shown = "".join(stream.push(0x80) for _ in range(1000)) + stream.flush()
-    assert shown == "\ufffd" * 1000
-    assert max(lengths) < 200
+@given(st.text("añ€", max_size=20), st.lists(st.text("añ€", min_size=1, max_size=3), max_size=3), st.integers(0, 9))
+def test_a_completion_is_its_text_up_to_a_stop_after_its_first_tokens(text: str, stops: list[str], first: int) -> None:
+    data = text.encode()
+    completion = CompletionText(Bytes(), stops, first_checked=first)
+    shown = "".join(map(completion.push, data)) + completion.flush()
+    free = data[:first].decode(errors="ignore")  # whole characters that came before any stop was looked for
+    rest = text[len(free) :]
+    cuts = [(rest.find(stop) + len(stop), rest.find(stop)) for stop in stops if stop in rest]
+    assert shown == free + (rest[: min(cuts)[1]] if cuts else rest)
+    assert (completion.found is not None) == bool(cuts)
 
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

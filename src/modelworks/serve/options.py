@@ -8,9 +8,9 @@ from typing import Literal
 
 from modelworks.config import UserError, nearest
 
-KvDtype = Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"]
+KvDtype = Literal["auto", "fp32", "bf16", "int8", "fp8"]
 Native = Literal["auto", "on", "off"]
-_KV_DTYPES = ("auto", "fp32", "bf16", "fp16", "int8", "fp8")
+_KV_DTYPES = ("auto", "fp32", "bf16", "int8", "fp8")
 _NATIVE = ("auto", "on", "off")
 
 
@@ -18,7 +18,7 @@ _NATIVE = ("auto", "on", "off")
 class EngineOptions:
     """max_model_len: tokens of prompt and completion together, at most; None is the model's own length, or, where the
     cache cannot hold that, what it can. kv_cache_bytes: size of the KV cache; None is what `memory_share` of this
-    machine's free memory leaves beside one step's activations. block_size: tokens of a block. token_budget: tokens of
+    machine's free memory leaves beside one step's activations; a memory_share of None is 0.9 on a GPU and 0.5 on a CPU. block_size: tokens of a block. token_budget: tokens of
     one step. max_running: sequences that run at once. kv_dtype: of the cache's keys and values; "auto" is the model's.
     prefix_cache: whether requests share computed prefixes. max_waiting, max_waiting_tokens: of the queue; what is over
     them is refused. ageing_s: seconds of waiting worth one step of priority. deadline_s: by which a request ends that
@@ -28,7 +28,7 @@ class EngineOptions:
 
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
-    memory_share: float = 0.8
+    memory_share: float | None = None
     block_size: int = 16
     token_budget: int = 512
     max_running: int = 64
@@ -37,7 +37,7 @@ class EngineOptions:
     max_waiting: int = 1024
     max_waiting_tokens: int = 1_000_000
     ageing_s: float = 10.0
-    deadline_s: float | None = None
+    deadline_s: float | None = 3600.0
     batch_invariant: bool = False
     native: Native = "auto"
     reserve: float = 0.02
@@ -50,7 +50,8 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1)
         _whole("seed", self.seed, 0)
-        _between("memory_share", self.memory_share, 0.0, 1.0, low_too=False)
+        if self.memory_share is not None:
+            _between("memory_share", self.memory_share, 0.0, 1.0, low_too=False)
         _between("reserve", self.reserve, 0.0, 0.5)
         _between("ageing_s", self.ageing_s, 0.0, math.inf, low_too=False)
         if self.deadline_s is not None:

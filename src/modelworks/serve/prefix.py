@@ -48,3 +48,9 @@ class PrefixKeys:
             parent = self._keys[-1] if self._keys else self._root
             self._keys.append(next_key(parent, tokens[start : start + self._block_size]))
         return self._keys[:n_blocks]
+
+    def copy(self) -> PrefixKeys:
+        """For a sequence that goes on where this one's is: what was computed is not computed again."""
+        copied = PrefixKeys(self._root, self._block_size)
+        copied._keys = list(self._keys)
+        return copied

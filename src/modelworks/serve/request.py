@@ -50,9 +50,10 @@ class Delta:
     half characters, a possible stop string held back until it is none. logprobs: of these tokens, if asked for.
     stop_reason: the stop string or the token of `stop_token_ids` that was met; None for an end-of-text token.
     error: one line, where finish_reason is "error". n_prompt, n_cached: tokens of the prompt, and how many of them were
-    found in the cache. cumulative_logprob: with the finish_reason, of all its tokens, where logprobs were asked for or it is
-    the best of several; a beam's score is that over its length to the power of the length penalty. prompt_logprobs: with the first delta of completion 0, one for each token of the prompt; the
-    first token has none. last: nothing more comes for this request.
+    found in the cache. cumulative_logprob: with the finish_reason, of all its tokens, where logprobs were asked for or
+    it is the best of several; a beam's score is that over its length to the power of the length penalty.
+    prompt_logprobs: with the first delta of completion 0, one for each token of the prompt; the first token has none.
+    last: nothing more comes for this request.
     """
 
     request_id: str

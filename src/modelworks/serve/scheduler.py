@@ -1,4 +1,4 @@
-"""What the model computes next: one rule, four steps, no tensors.
+"""What the model computes next: one rule, five steps, no tensors.
 
 Every running sequence catches up from `n_computed` to `n_tokens` (`serve.sequence`). A step has a budget of tokens:
 
@@ -7,13 +7,15 @@ Every running sequence catches up from `n_computed` to `n_tokens` (`serve.sequen
                 running sequence gives its blocks back and will be computed again (recomputation: Kwon et al. 2023)
     3. chunks   what is left of the budget goes to running sequences that lack more, the most urgent first
     4. admit    and then to waiting ones, as long as all their blocks fit and a reserve stays free
+    5. unblock  where that leaves nothing to compute, the least urgent running sequence gives way
 
 Decoding first bounds how long a long prompt delays others: by one chunk (Agrawal et al. 2024, 2403.02310). A sequence
 has blocks for all its tokens from its admission, so only decoding ever runs short of them.
 
 Progress: the most urgent running sequence is always served. Whoever is admitted fits the pool alone (`submit` refuses
 others), it may take the blocks of all others, and its urgency grows while it waits. No thrash: nothing is admitted in a
-step that threw something out, and the reserve is for those who run.
+step that threw something out, and the reserve is for those who run. Sequences may be idle: caught up, and without a
+next token until others (of the same beam search) are as far. Idle ones never keep those others out: that is step 5.
 
 The caller runs the model on a `Step`, tells what was `computed`, and gives each sequence that `samples` its next token
 with `append`; or `fork`s it before that, or `finish`es it. Those that were aborted meanwhile are passed over.
@@ -101,6 +103,7 @@ class Scheduler:
         self._chunks(step)
         if not step.preempted:
             self._admit(step, now)
+            self._unblock(step)
         return step
 
     def computed(self, step: Step) -> None:
@@ -112,19 +115,28 @@ class Scheduler:
                 self._remember(sequence)
 
     def append(self, sequence: Sequence, token: int) -> None:
-        """The next token of a sequence that has caught up."""
+        """The next token of a sequence that had caught up, and may have been preempted since."""
         if sequence.status is Status.RUNNING:
             sequence.tokens.append(token)
+        elif sequence.status is Status.WAITING:  # the queue counts tokens
+            self.waiting.remove(sequence)
+            sequence.tokens.append(token)
+            self.waiting.put_back(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` goes on where `parent` is: it shares all its blocks, of which the last is copied by whoever writes to
-        it first. The caller has made it with the parent's tokens."""
-        if parent.status is not Status.RUNNING or child.tokens != parent.tokens:
-            raise ValueError(f"{parent.id} cannot be forked into {child.id}: it does not run, or their tokens differ")
+        it first; where the parent was preempted, it waits as well. The caller has made it with the parent's tokens."""
+        if parent.status is Status.FINISHED or child.tokens != parent.tokens:
+            raise ValueError(f"{parent.id} cannot be forked into {child.id}: it has ended, or their tokens differ")
+        child.order, child.arrived = parent.order, parent.arrived
+        parent.width, child.width = max(parent.width - 1, 1), 1
+        child.status = parent.status
+        if parent.status is Status.WAITING:
+            self.waiting.put_back(child)
+            return
         self.pool.share(parent.blocks)
         child.blocks, child.n_computed = list(parent.blocks), parent.n_computed
-        child.n_remembered, child.order, child.arrived = parent.n_remembered, parent.order, parent.arrived
-        child.status = Status.RUNNING
+        child.n_remembered = parent.n_remembered
         self.running.append(child)
 
     def finish(self, sequence: Sequence) -> None:
@@ -158,8 +170,11 @@ class Scheduler:
 
     def _admit(self, step: Step, now: float) -> None:
         left = self.token_budget - step.n_tokens
+        if left <= 0 or not len(self.waiting):
+            return
+        width = sum(sequence.width for sequence in self.running)  # those that will be forked, as what they will be
         for sequence in self.waiting.by_urgency(now):
-            if left <= 0 or len(self.running) + sequence.width > self.max_running:
+            if left <= 0 or width + sequence.width > self.max_running:
                 return
             found = self._found(sequence)
             needed = self._blocks_for(sequence.n_tokens) - len(found)
@@ -173,9 +188,15 @@ class Scheduler:
             sequence.n_remembered = len(found)
             sequence.status = Status.RUNNING
             self.running.append(sequence)
+            width += sequence.width
             count = min(sequence.n_pending, left)
             step.work.append(Work(sequence, sequence.n_computed, count))
             left -= count
+
+    def _unblock(self, step: Step) -> None:
+        """All that run are idle, so one of what each of them needs waits, and none of those behind it is more urgent."""
+        if not step.work and self.running and len(self.waiting):
+            self._preempt(self.running[-1], step)
 
     def _has_room(self, sequence: Sequence, step: Step) -> bool:
         """Whether the sequence can write its last token: into a block of its own. Others give theirs up for it, itself

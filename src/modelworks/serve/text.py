@@ -1,53 +1,58 @@
 """From tokens to text as it comes: no half characters, no half stop strings, and nothing lost at the end.
 
-A token may be a part of a character. What decodes to U+FFFD at the end may yet become one, so up to three of them are
-held back (a character of UTF-8 has at most four bytes), and shown as they are when the stream ends. Text that may be
+A token may be a part of a character; the decoder holds its bytes back until the character is whole. Text that may be
 the beginning of a stop string is held back too. Both are functions of the tokens so far: however they arrive, one by
 one or many at once, the same text comes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
-_REPLACEMENT = "\ufffd"
-_LONGEST_HALF = 3  # replacement characters that a character's missing bytes can leave
-_LONGEST_TAIL = 64  # tokens without a whole character at their end: no text, and decoded again no more
+from collections.abc import Iterable
+from typing import Protocol
 
 
-class TextStream:
-    """decode: text of token ids, special ones left out, invalid bytes as U+FFFD; decoding never raises."""
+class Decoder(Protocol):
+    """What `modelworks.data.StreamDecoder` does: characters as soon as they are whole, and at the end what is left."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []
-        self._context = 0  # where the tokens begin that are decoded for their effect on later ones (a leading space)
-        self._shown_tokens = 0  # all their text was given out
-        self._shown = 0  # characters given out of what comes after those
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class CompletionText:
+    """The text of one completion, up to a stop string.
+
+    decoder: None where there is no tokeniser, and then no text. first_checked: tokens before which no stop string ends
+    anything (`min_tokens`).
+    """
+
+    def __init__(
+        self, decoder: Decoder | None, stops: Iterable[str] = (), *, included: bool = False, first_checked: int = 0
+    ) -> None:
+        self._decoder = decoder
+        stops = tuple(stops)
+        self._stops = StopStrings(stops, included=included) if stops else None
+        self._unchecked = first_checked
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that ended it."""
+        return None if self._stops is None else self._stops.found
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token, beyond what was given out before."""
-        self._tokens.append(token)
-        text = self._after()
-        tail = len(text) - len(text.rstrip(_REPLACEMENT))
-        if tail == 0 or len(self._tokens) - self._shown_tokens > _LONGEST_TAIL:
-            given, self._shown = text[self._shown :], 0
-            self._context, self._shown_tokens = self._shown_tokens, len(self._tokens)
-            return given
-        certain = max(len(text) - min(tail, _LONGEST_HALF), self._shown)
-        given, self._shown = text[self._shown : certain], certain
-        return given
+        """What may be shown now that this token is there too."""
+        text = "" if self._decoder is None else self._decoder.push(token)
+        if self._stops is None:
+            return text
+        if self._unchecked > 0:
+            self._unchecked -= 1
+            return text
+        return self._stops.push(text)
 
     def flush(self) -> str:
         """What was held back, at the end."""
-        given = self._after()[self._shown :]
-        self._context, self._shown_tokens, self._shown = self._shown_tokens, len(self._tokens), 0
-        return given
-
-    def _after(self) -> str:
-        """Text of the tokens after those that were shown whole."""
-        known = self._decode(self._tokens[self._context : self._shown_tokens])
-        return self._decode(self._tokens[self._context :])[len(known) :]
+        text = "" if self._decoder is None else self._decoder.flush()
+        return text if self._stops is None else self._stops.push(text) + self._stops.flush()
 
 
 class StopStrings:
