@@ -38,7 +38,7 @@ class BeamSearch:
         width: int,
         *,
         longest: int,
-        ends: Callable[[Sequence[int]], Ending | None],
+        ends: Callable[[list[int]], Ending | None],
         length_penalty: float = 1.0,
         early_stopping: bool = False,
         n_top: int | None = None,
@@ -105,4 +105,4 @@ class BeamSearch:
         return self._early_stopping or self._score(self.running[0]) <= self._finished[-1].score
 
     def _score(self, beam: Beam) -> float:
-        return beam.logprob / max(len(beam.tokens), 1) ** self._length_penalty
+        return beam.logprob / float(max(len(beam.tokens), 1) ** self._length_penalty)

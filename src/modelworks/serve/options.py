@@ -17,14 +17,15 @@ _NATIVE = ("auto", "on", "off")
 @dataclass(frozen=True)
 class EngineOptions:
     """max_model_len: tokens of prompt and completion together, at most; None is the model's own length, or, where the
-    cache cannot hold that, what it can. kv_cache_bytes: size of the KV cache; None is what `memory_share` of this
-    machine's free memory leaves beside one step's activations; a memory_share of None is 0.9 on a GPU and 0.5 on a CPU. block_size: tokens of a block. token_budget: tokens of
-    one step. max_running: sequences that run at once. kv_dtype: of the cache's keys and values; "auto" is the model's.
-    prefix_cache: whether requests share computed prefixes. max_waiting, max_waiting_tokens: of the queue; what is over
-    them is refused. ageing_s: seconds of waiting worth one step of priority. deadline_s: by which a request ends that
-    names none; None is never. batch_invariant: a request's tokens do not depend on what else runs, bit by bit.
-    native: whether our compiled kernels compute the steps on CPU ("on" fails where they cannot). reserve: share of the
-    cache that admission leaves free for those who run. seed: of requests that name none."""
+    cache cannot hold that, what it can. kv_cache_bytes: size of the KV cache; None is what `memory_share` of the free
+    memory leaves beside what a step takes. memory_share: None is 0.9 on a GPU and 0.5 on a CPU. block_size: tokens of a
+    block. token_budget: tokens of one step. max_running: sequences that run at once. kv_dtype: of the cache's keys and
+    values; "auto" is the model's. prefix_cache: whether requests share computed prefixes. max_waiting,
+    max_waiting_tokens: of the queue; what is over them is refused. ageing_s: seconds of waiting worth one step of
+    priority. deadline_s: seconds within which a request ends that names no deadline; None is never.
+    batch_invariant: a request's tokens do not depend on what else runs, bit by bit. native: whether our compiled
+    kernels compute the steps on a CPU ("on" fails where they cannot). reserve: share of the cache that admission leaves
+    free for those who run. seed: of the seeds of requests that name none."""
 
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None

@@ -194,7 +194,7 @@ class Scheduler:
             left -= count
 
     def _unblock(self, step: Step) -> None:
-        """All that run are idle, so one of what each of them needs waits, and none of those behind it is more urgent."""
+        """All that run are idle: what each of them needs waits, and what waits first is no less urgent than any."""
         if not step.work and self.running and len(self.waiting):
             self._preempt(self.running[-1], step)
 
@@ -226,7 +226,7 @@ class Scheduler:
         self.n_tokens_lost += sequence.n_computed
         sequence.n_preempted += 1
         self._give_back(sequence)
-        sequence.status, sequence.width = Status.WAITING, 1
+        sequence.status = Status.WAITING
         self.waiting.put_back(sequence)
         step.preempted.append(sequence)
 

@@ -1,0 +1,411 @@
+"""The engine's loop, one step at a time: schedule, compute, choose tokens, tell.
+
+    submit -> waiting -> [ scheduler.schedule -> executor.run -> sampler.sample -> group.take ] -> deltas
+
+A request that goes wrong ends alone, with an error: numbers that are not finite in its own row, a grammar that cannot
+go on. Where a step as a whole cannot be computed, whose fault it is cannot be told, and all requests end with that
+error; what the cache knew before stays right, since blocks are only found by others once they are full and computed,
+so that the engine goes on with what is submitted then.
+
+Everything here happens in one thread, between two steps: there is no state in which an abort is not allowed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from modelworks.config import UserError
+from modelworks.data import StreamDecoder
+from modelworks.serve.admission import check_request
+from modelworks.serve.batch import BatchBuilder
+from modelworks.serve.blocks import BlockPool
+from modelworks.serve.executor import Executor
+from modelworks.serve.group import Branch, Group
+from modelworks.serve.options import EngineOptions
+from modelworks.serve.prefix import PrefixKeys, tag
+from modelworks.serve.request import Delta, FinishReason, Request
+from modelworks.serve.sampler import Sampled, Sampler
+from modelworks.serve.scheduler import Scheduler, Step
+from modelworks.serve.sequence import Sequence
+from modelworks.serve.stats import EngineStats
+from modelworks.serve.text import Decoder
+from modelworks.serve.waiting import WaitingQueue
+
+if TYPE_CHECKING:
+    from modelworks.data import Tokenizer
+
+NOT_FINITE = "the model's numbers for this request are not finite"
+
+
+class EngineCore:
+    """executor: computes steps. tokenizer: None gives token ids without text. eos_ids: every token that ends a text.
+    identity: of the model; prefixes are shared only under the same. clock: seconds, growing."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        options: EngineOptions,
+        *,
+        max_model_len: int,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: Collection[int] = (),
+        identity: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.executor, self.options, self.max_model_len, self.tokenizer = executor, options, max_model_len, tokenizer
+        self.vocab_size = executor.config.vocab_size
+        self.eos_ids = frozenset(eos_ids)
+        self._identity, self._clock = {"model": identity, "kv_dtype": executor.kv_dtype}, clock
+        self._pool = BlockPool(executor.n_blocks, executor.block_size)
+        self._waiting = WaitingQueue(
+            max_sequences=options.max_waiting, max_tokens=options.max_waiting_tokens, age=options.ageing_s
+        )
+        self._scheduler = Scheduler(
+            self._pool,
+            self._waiting,
+            token_budget=options.token_budget,
+            max_running=options.max_running,
+            reserve=options.reserve,
+        )
+        self._builder = BatchBuilder(executor.block_size)
+        self._sampler = Sampler(self.vocab_size, tokenizer)
+        self._seeds = random.Random(options.seed)
+        self._groups: dict[str, Group] = {}
+        self._branches: dict[Sequence, Branch] = {}
+        self._news: list[Delta] = []
+        self._n_scoring = 0  # groups that want log-probabilities of their prompt
+        self._n_sequences = 0
+        self._n_prompt = self._n_queries = self._n_hits = self._n_generated = 0
+        self._n_steps = self._n_failed_steps = self._step_tokens = 0
+        self._step_seconds = 0.0
+        self._closed = False
+
+    # ------------------------------------------------------------------ what is asked
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute or tell anything."""
+        return bool(self._groups or self._news)
+
+    def submit(self, request: Request) -> None:
+        """Into the queue. What does not fit the context is not refused: it ends with "length" when the context is full.
+
+        Raises UserError for a request that can never run, saying why, and Overloaded where the queue is full.
+        """
+        self.check(request)
+        if request.id in self._groups:
+            raise UserError(f"id: {request.id!r} is that of a request in progress")
+        params, prompt, longest = request.params, list(request.prompt), self._longest(request)
+        reuses = self.options.prefix_cache and request.reuses_prefix
+        keys = PrefixKeys(tag({**self._identity, "salt": request.salt}), self._pool.block_size)
+        now = self._clock()
+        within = self.options.deadline_s if request.deadline is None else request.deadline
+        sequence = Sequence(
+            self._next_name(request.id),
+            prompt,
+            len(prompt),
+            len(prompt) + longest,
+            keys,
+            priority=request.priority,
+            arrived=now,
+            deadline=math.inf if within is None else now + within,
+            width=params.n_sequences,
+            # Scores of a prompt are of every token of it, and what was found in the cache has none.
+            reuses_prefix=reuses and params.prompt_logprobs is None,
+        )
+        ends: frozenset[int] = frozenset() if params.ignore_eos else self.eos_ids
+        group = Group(request, ends=ends, decoder=self._decoder, longest=longest)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        ranked = params.best_of is not None and params.best_of > params.n
+        chosen = replace(params, logprobs=0) if ranked and params.logprobs is None else params
+        state = self._sampler.start(chosen, prompt, seed, 0)
+        branch = Branch(group, 0, sequence, state, None if group.search is not None else group.new_text())
+        self._scheduler.submit(sequence)  # may raise; nothing is known of the request before
+        group.branches.append(branch)
+        self._groups[request.id] = group
+        self._branches[sequence] = branch
+        self._n_scoring += group.is_scoring
+
+    def check(self, request: Request) -> None:
+        """Raise UserError for a request that this engine can never run, saying why."""
+        if self._closed:
+            raise UserError("the engine is closed")
+        check_request(request, self.options, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        params = request.params
+        if self.tokenizer is None and (params.stop or params.bad_words or params.structure):
+            raise UserError("stop, bad_words and structure are of text, but the model has no tokeniser")
+        # A sequence must fit the cache alone; the beams of a search together, for they wait for each other.
+        width, most = params.beams or 1, self._pool.n_blocks - (self._scheduler.reserve if params.beams else 0)
+        needed = len(request.prompt) + self._longest(request)
+        if width * -(-needed // self._pool.block_size) > most:
+            raise UserError(
+                f"{'beams' if params.beams else 'max_tokens'}: {width} x {needed} tokens may be needed, and the cache "
+                f"has room for {width} x {most // width * self._pool.block_size}"
+            )
+
+    def abort(self, request_id: str, *, told: bool = True) -> None:
+        """The request ends with "abort", in whatever state it is; one that is not known, or has ended, is left alone.
+        Its blocks are free at once. The next step tells of its end, unless nobody listens any more (told=False)."""
+        if (group := self._groups.get(request_id)) is not None:
+            self._end(group, "abort")
+            if not told:
+                self._news = [delta for delta in self._news if delta.request_id != request_id]
+
+    def close(self) -> None:
+        """Abort everything and let the cache go."""
+        for request_id in list(self._groups):
+            self.abort(request_id)
+        if not self._closed:
+            self._closed = True
+            self.executor.close()
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self) -> list[Delta]:
+        """Compute one step and tell what came of it. Without work: nothing."""
+        started = self._clock()
+        step = self._scheduler.schedule(started)
+        for sequence in step.expired:
+            if (branch := self._branches.get(sequence)) is not None:
+                self._end(branch.group, "deadline")
+        if step.work:
+            self._compute(step)
+            self._n_steps += 1
+            self._step_tokens, self._step_seconds = step.n_tokens, self._clock() - started
+        news, self._news = self._news, []
+        return news
+
+    def stats(self) -> EngineStats:
+        """As of now."""
+        return EngineStats(
+            n_running=len(self._scheduler.running),
+            n_waiting=len(self._waiting),
+            n_waiting_tokens=self._waiting.n_tokens,
+            n_blocks=self._pool.n_blocks,
+            n_free_blocks=self._pool.n_free,
+            n_preempted=self._scheduler.n_preempted,
+            n_tokens_lost=self._scheduler.n_tokens_lost,
+            n_prompt_tokens=self._n_prompt,
+            n_generated_tokens=self._n_generated,
+            n_prefix_queries=self._n_queries,
+            n_prefix_hits=self._n_hits,
+            n_steps=self._n_steps,
+            n_failed_steps=self._n_failed_steps,
+            step_tokens=self._step_tokens,
+            step_seconds=self._step_seconds,
+        )
+
+    def problems(self) -> list[str]:
+        """What contradicts itself in the accounts of blocks, in words; empty where all is well."""
+        found = self._pool.problems()
+        if not self._groups and self._pool.n_free != self._pool.n_blocks:
+            found.append(f"nothing runs, and {self._pool.n_blocks - self._pool.n_free} blocks are held")
+        return found
+
+    def _compute(self, step: Step) -> None:
+        try:
+            scored = self._scored(step)
+            if step.copies:
+                self.executor.copy_blocks(step.copies)
+            logits = self.executor.run(self._builder.build(step, every_token=scored))
+        except Exception as error:
+            logging.getLogger(__name__).exception("a step of %d tokens failed", step.n_tokens)
+            self._n_failed_steps += 1
+            for group in list(self._groups.values()):
+                self._end(group, "error", f"the engine failed to compute a step: {_one_line(error)}")
+            return
+        self._scheduler.computed(step)
+        self._advance(step, logits, scored)
+
+    def _advance(self, step: Step, logits: Tensor, scored: Collection[Sequence]) -> None:
+        """Every sequence that has caught up gets its next token."""
+        row = 0
+        rows: list[int] = []
+        chosen: list[Branch] = []
+        searching: list[tuple[int, Branch]] = []
+        for work in step.work:
+            branch = self._branches[work.sequence]
+            group = branch.group
+            if group.n_cached < 0:
+                self._begun(group, work.start)
+            if scored and work.sequence in scored:
+                self._score_prompt(group, work.start, logits[row : row + work.count])
+                row += work.count - work.samples
+            if not work.samples:
+                continue
+            if group.search is not None:
+                searching.append((row, branch))
+            else:
+                chosen.append(branch)
+                rows.append(row)
+                if work.sequence.width > 1:
+                    for child in self._fork_all(branch):
+                        chosen.append(child)
+                        rows.append(row)
+            row += 1
+        if chosen:
+            picked = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows)]
+            samples = self._sampler.sample(picked, [branch.state for branch in chosen])
+            for branch, sampled in zip(chosen, samples, strict=True):
+                self._take(branch, sampled)
+        if searching:
+            self._search(searching, logits)
+
+    def _take(self, branch: Branch, sampled: Sampled) -> None:
+        if sampled.error is not None:
+            self._fail(branch, sampled.error)
+            return
+        self._scheduler.append(branch.sequence, sampled.token)
+        try:
+            branch.state.accept(sampled.token)
+            delta = branch.group.take(branch, sampled)
+        except Exception as error:  # of this request's own state: the others have nothing to do with it
+            logging.getLogger(__name__).exception("request %s failed", branch.group.request.id)
+            self._fail(branch, _one_line(error))
+            return
+        self._n_generated += 1
+        if delta is not None:
+            self._news.append(delta)
+        if branch.ending is not None:
+            self._leave(branch)
+
+    def _fail(self, branch: Branch, error: str) -> None:
+        """One sequence ends with an error."""
+        delta = branch.group.fail(branch, error)
+        if delta is not None:
+            self._news.append(delta)
+        self._leave(branch)
+
+    def _leave(self, branch: Branch) -> None:
+        """A branch that has ended gives its blocks back; the last one takes its group along."""
+        self._release(branch)
+        group = branch.group
+        if all(each.ending is not None for each in group.branches):
+            self._news += group.results()
+            self._forget(group)
+
+    def _end(self, group: Group, reason: FinishReason, error: str | None = None) -> None:
+        """All of a request ends now."""
+        self._news += group.end(reason, error)
+        for branch in group.branches:
+            self._release(branch)
+        self._forget(group)
+
+    def _release(self, branch: Branch) -> None:
+        self._scheduler.finish(branch.sequence)
+        self._branches.pop(branch.sequence, None)
+
+    def _forget(self, group: Group) -> None:
+        if self._groups.pop(group.request.id, None) is not None:
+            self._n_scoring -= group.params.prompt_logprobs is not None
+
+    # ------------------------------------------------------------------ prompts and forks
+
+    def _scored(self, step: Step) -> Collection[Sequence]:
+        """Those of a step for all of whose tokens logits are wanted."""
+        if not self._n_scoring:
+            return ()
+        return {work.sequence for work in step.work if self._branches[work.sequence].group.is_scoring}
+
+    def _begun(self, group: Group, n_cached: int) -> None:
+        """The first tokens of a request were computed."""
+        group.n_cached = n_cached
+        self._n_prompt += group.n_prompt
+        if group.branches[0].sequence.reuses_prefix:
+            self._n_queries += group.n_prompt
+            self._n_hits += n_cached
+
+    def _score_prompt(self, group: Group, start: int, logits: Tensor) -> None:
+        """Log-probabilities of a prompt's tokens from `start` + 1 on. logits: (tokens, vocab_size), from `start` on."""
+        scores, top = group.prompt_logprobs, group.params.prompt_logprobs
+        assert scores is not None
+        assert top is not None
+        first = len(scores) - 1 - start  # what was scored before a preemption is not scored again
+        wanted = group.request.prompt[len(scores) : start + len(logits) + 1]
+        if wanted and first >= 0:
+            scores += self._sampler.prompt_logprobs(logits[first : first + len(wanted)], list(wanted), top)
+
+    def _fork_all(self, parent: Branch) -> list[Branch]:
+        """The other completions of a request whose prompt is computed."""
+        children = [self._fork(parent, index) for index in range(1, parent.sequence.width)]
+        parent.group.branches += children
+        return children
+
+    def _fork(self, parent: Branch, index: int) -> Branch:
+        old, name = parent.sequence, self._next_name(parent.group.request.id)
+        sequence = replace(old, id=name, tokens=list(old.tokens), keys=old.keys.copy(), blocks=[])
+        self._scheduler.fork(old, sequence)
+        text = None if parent.text is None else parent.group.new_text()
+        branch = Branch(parent.group, index, sequence, parent.state.fork(index), text)
+        self._branches[sequence] = branch
+        return branch
+
+    # ------------------------------------------------------------------ beams
+
+    def _search(self, searching: list[tuple[int, Branch]], logits: Tensor) -> None:
+        """Beams that have caught up get their candidates, and each search of which all have goes on."""
+        branches = [branch for _, branch in searching]
+        scores = self._sampler.log_probs(
+            logits[torch.tensor([row for row, _ in searching])], [branch.state for branch in branches]
+        )
+        most = max(branch.group.n_candidates for branch in branches)
+        values, tokens = scores.topk(min(most, self.vocab_size))
+        for branch, of_values, of_tokens in zip(branches, values.tolist(), tokens.tolist(), strict=True):
+            if math.isnan(of_values[0]):  # the largest of all, for topk
+                self._end(branch.group, "error", NOT_FINITE)
+            branch.candidates = [each for each in zip(of_tokens, of_values, strict=True) if each[1] > -math.inf]
+        for group in dict.fromkeys(branch.group for branch in branches):
+            if not group.is_over and all(branch.candidates is not None for branch in group.branches):
+                self._grow(group)
+
+    def _grow(self, group: Group) -> None:
+        """All beams of a search by one token."""
+        assert group.search is not None
+        parents = group.branches
+        going = group.search.advance([branch.candidates or [] for branch in parents])
+        self._n_generated += len(going)
+        grown: list[Branch] = []
+        for place, _ in going:  # forks first: they are made of what the parent is before its own token
+            used = parents[place] in grown
+            grown.append(self._fork(parents[place], len(grown)) if used else parents[place])
+        for branch in parents:
+            branch.sequence.width = 1
+            if branch not in grown:
+                self._release(branch)
+        for branch, (_, token) in zip(grown, going, strict=True):
+            branch.candidates = None
+            self._scheduler.append(branch.sequence, token)
+            branch.state.accept(token)
+        group.branches = grown
+        if not grown:
+            self._news += group.results()
+            self._forget(group)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _longest(self, request: Request) -> int:
+        """New tokens of a completion, at most."""
+        room = self.max_model_len - len(request.prompt)
+        return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+
+    def _next_name(self, request_id: str) -> str:
+        """Of a sequence, unlike any other's whatever requests are called."""
+        self._n_sequences += 1
+        return f"{self._n_sequences}:{request_id}"
+
+    def _decoder(self) -> Decoder | None:
+        return None if self.tokenizer is None else StreamDecoder(self.tokenizer)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__

@@ -1,0 +1,112 @@
+"""How many blocks the KV cache has, and the longest context that it can hold, worked out aloud.
+
+    cache bytes = share · free memory − what one step takes beside it       (free: the weights are in memory already)
+    blocks      = cache bytes / bytes of a block, and no more than all running sequences at full length could fill
+
+What one step takes is an estimate: activations of `token_budget` tokens in one layer, and logits of every sequence,
+or of every token where a prompt is scored, three times over (sampling works on copies).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from modelworks.config import ModelConfig, UserError
+from modelworks.config.quantities import format_bytes
+from modelworks.hardware import facts
+from modelworks.models import Transformer
+from modelworks.serve.kv_cache import kv_bytes_per_block, resolve_kv_dtype
+from modelworks.serve.options import EngineOptions
+
+_SHARE_OF_GPU, _SHARE_OF_CPU = 0.9, 0.5
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """lines: every term of the above with its reason, for people."""
+
+    n_blocks: int
+    block_size: int
+    bytes_per_block: int
+    max_model_len: int
+    kv_dtype: str
+    lines: tuple[str, ...]
+
+
+def size_cache(model: Transformer, options: EngineOptions) -> Sizing:
+    """Raises UserError where `max_model_len` tokens do not fit the cache, saying how many do."""
+    config, weight = model.config, model.head_weight()
+    if options.kv_cache_bytes is not None:
+        available, lines = options.kv_cache_bytes, [f"cache memory: {format_bytes(options.kv_cache_bytes)}, as told"]
+    else:
+        available, lines = _share_of_memory(config, weight.dtype, weight.device, options)
+    return divide(config, options, resolve_kv_dtype(options.kv_dtype, weight.dtype), available, lines)
+
+
+def divide(config: ModelConfig, options: EngineOptions, kv_dtype: str, available: int, lines: list[str]) -> Sizing:
+    """`available` bytes as blocks. lines: where they come from."""
+    size = options.block_size
+    per_block = kv_bytes_per_block(config, size, kv_dtype)
+    n_blocks = available // per_block
+    wanted = options.max_model_len or config.max_seq_len
+    if wanted > config.max_seq_len:
+        raise UserError(f"max_model_len: got {wanted}, but the model knows {config.max_seq_len} positions")
+    needed = -(-wanted // size)
+    if n_blocks < (needed if options.max_model_len else 1):
+        least = wanted if options.max_model_len else 1
+        raise UserError(_does_not_fit(least, -(-least // size) * per_block, available, n_blocks * size, lines))
+    max_model_len = min(wanted, n_blocks * size)
+    lines = [*lines, f"block: {format_bytes(per_block)} for {size} tokens in {config.n_layers} layers, {kv_dtype}"]
+    if max_model_len < wanted:
+        reason = f"what the cache holds; the model's own {wanted} would take {format_bytes(needed * per_block)}"
+    else:
+        reason = "as told" if options.max_model_len else "the model's own"
+    most = options.max_running * -(-max_model_len // size)
+    if options.kv_cache_bytes is None and n_blocks > most:
+        n_blocks = most
+        lines.append(f"blocks: {n_blocks}, enough for {options.max_running} sequences of {max_model_len} tokens")
+    else:
+        lines.append(f"blocks: {n_blocks}, all that fit")
+    lines.append(f"cache: {format_bytes(n_blocks * per_block)} for {n_blocks * size} tokens")
+    lines.append(f"max_model_len: {max_model_len}, {reason}")
+    return Sizing(n_blocks, size, per_block, max_model_len, kv_dtype, tuple(lines))
+
+
+def step_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) -> int:
+    """Memory of one step beside weights and cache, at most: an estimate."""
+    inner = max(config.d_ff, config.d_expert) * (config.experts_per_token if config.n_experts else 1)
+    of_token = 4 * config.d_model + 2 * config.d_attention + 4 * config.d_kv + 3 * inner
+    logits = 3 * 4 * options.token_budget * config.vocab_size
+    return options.token_budget * of_token * dtype.itemsize + logits
+
+
+def _share_of_memory(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, options: EngineOptions
+) -> tuple[int, list[str]]:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        what, share = "the GPU's", options.memory_share or _SHARE_OF_GPU
+    else:
+        machine, own = facts(), psutil.Process().memory_info().rss
+        total, what = machine.memory, machine.memory_reason
+        free = max(0, min(psutil.virtual_memory().available, total - own))
+        share = options.memory_share or _SHARE_OF_CPU
+    step = step_bytes(config, dtype, options)
+    available = max(0, int(share * free) - step)
+    return available, [
+        f"memory: {format_bytes(total)} ({what}), of which {format_bytes(free)} are free beside the weights",
+        f"share: {share:.0%} of that, {format_bytes(share * free)} (memory_share)",
+        f"one step: {format_bytes(step)} for activations and logits of {options.token_budget} tokens (token_budget)",
+        f"cache memory: {format_bytes(available)}, what is left",
+    ]
+
+
+def _does_not_fit(tokens: int, needed: int, available: int, fits: int, lines: list[str]) -> str:
+    return (
+        f"max_model_len: {tokens} tokens need {needed} bytes of KV cache ({format_bytes(needed)}), but {available} "
+        f"bytes ({format_bytes(available)}) are available ({'; '.join(lines)}); the largest max_model_len that fits is "
+        f"{fits}: take that, or a larger kv_cache_bytes or memory_share, or a smaller kv_dtype"
+    )
