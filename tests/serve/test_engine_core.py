@@ -125,6 +125,33 @@ def test_the_best_of_several_has_the_highest_log_probability_a_token() -> None:
     assert best.output.completions[0].logprobs is None
 
 
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 1.5])
+def test_a_search_as_wide_as_the_tree_finds_the_best_of_all(penalty: float) -> None:
+    """Four tokens are allowed, one of which ends: all completions of up to three tokens are looked at."""
+    allowed, prompt = [EOS, 5, 6, 7], [8, 9]
+    every: list[tuple[float, list[int]]] = []
+
+    def walk(tokens: list[int], total: float) -> None:
+        row = logits_after([*prompt, *tokens])
+        for token in allowed:
+            grown, score = [*tokens, token], total + float(row[allowed].log_softmax(-1)[allowed.index(token)])
+            if token == EOS or len(grown) == 3:
+                every.append((score / len(grown) ** penalty, grown))
+            else:
+                walk(grown, score)
+
+    walk([], 0.0)
+    params = SamplingParams(
+        beams=40, n=40, max_tokens=3, length_penalty=penalty, allowed_token_ids=tuple(allowed), logprobs=1
+    )
+    engine = core(n_blocks=200, max_model_len=20, max_running=64, token_budget=128)
+    (output,) = finish(engine, Request("one", prompt, params)).values()
+    assert len(every) == 40
+    assert [completion.token_ids for completion in output.output.completions] == [
+        tokens for _, tokens in sorted(every, key=lambda each: -each[0])
+    ]
+
+
 def test_log_probabilities_of_tokens_and_prompt() -> None:
     prompt = [5, 6, 7, 8, 9, 10, 11]
     params = replace(GREEDY, max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=1)

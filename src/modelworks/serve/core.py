@@ -32,7 +32,8 @@ from modelworks.serve.executor import Executor
 from modelworks.serve.group import Branch, Group
 from modelworks.serve.options import EngineOptions
 from modelworks.serve.prefix import PrefixKeys, tag
-from modelworks.serve.request import Delta, FinishReason, Request
+from modelworks.serve.progress import Progress
+from modelworks.serve.request import Delta, Request
 from modelworks.serve.sampler import Sampled, Sampler
 from modelworks.serve.scheduler import Scheduler, Step
 from modelworks.serve.sequence import Sequence
@@ -79,11 +80,7 @@ class EngineCore:
         self._builder = BatchBuilder(executor.block_size)
         self._sampler = Sampler(self.vocab_size, tokenizer)
         self._seeds = random.Random(options.seed)
-        self._groups: dict[str, Group] = {}
-        self._branches: dict[Sequence, Branch] = {}
-        self._news: list[Delta] = []
-        self._n_scoring = 0  # groups that want log-probabilities of their prompt
-        self._n_sequences = 0
+        self._progress = Progress(self._scheduler)
         self._n_prompt = self._n_queries = self._n_hits = self._n_generated = 0
         self._n_steps = self._n_failed_steps = self._step_tokens = 0
         self._step_seconds = 0.0
@@ -94,7 +91,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or tell anything."""
-        return bool(self._groups or self._news)
+        return bool(self._progress)
 
     def submit(self, request: Request) -> None:
         """Into the queue. What does not fit the context is not refused: it ends with "length" when the context is full.
@@ -102,38 +99,33 @@ class EngineCore:
         Raises UserError for a request that can never run, saying why, and Overloaded where the queue is full.
         """
         self.check(request)
-        if request.id in self._groups:
+        if request.id in self._progress.groups:
             raise UserError(f"id: {request.id!r} is that of a request in progress")
-        params, prompt, longest = request.params, list(request.prompt), self._longest(request)
-        reuses = self.options.prefix_cache and request.reuses_prefix
-        keys = PrefixKeys(tag({**self._identity, "salt": request.salt}), self._pool.block_size)
-        now = self._clock()
+        params, longest, now = request.params, self._longest(request), self._clock()
         within = self.options.deadline_s if request.deadline is None else request.deadline
-        sequence = Sequence(
-            self._next_name(request.id),
-            prompt,
-            len(prompt),
-            len(prompt) + longest,
-            keys,
-            priority=request.priority,
-            arrived=now,
-            deadline=math.inf if within is None else now + within,
-            width=params.n_sequences,
-            # Scores of a prompt are of every token of it, and what was found in the cache has none.
-            reuses_prefix=reuses and params.prompt_logprobs is None,
-        )
+        # Scores of a prompt are of every token of it, and what was found in the cache has none.
+        reuses = self.options.prefix_cache and request.reuses_prefix and params.prompt_logprobs is None
         ends: frozenset[int] = frozenset() if params.ignore_eos else self.eos_ids
         group = Group(request, ends=ends, decoder=self._decoder, longest=longest)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        ranked = params.best_of is not None and params.best_of > params.n
-        chosen = replace(params, logprobs=0) if ranked and params.logprobs is None else params
-        state = self._sampler.start(chosen, prompt, seed, 0)
-        branch = Branch(group, 0, sequence, state, None if group.search is not None else group.new_text())
-        self._scheduler.submit(sequence)  # may raise; nothing is known of the request before
-        group.branches.append(branch)
-        self._groups[request.id] = group
-        self._branches[sequence] = branch
-        self._n_scoring += group.is_scoring
+        ranked = params.best_of is not None and params.best_of > params.n and params.logprobs is None
+        state = self._sampler.start(replace(params, logprobs=0) if ranked else params, request.prompt, seed, 0)
+        self._progress.begin(
+            group,
+            state,
+            lambda name: Sequence(
+                name,
+                list(request.prompt),
+                group.n_prompt,
+                group.n_prompt + longest,
+                PrefixKeys(tag({**self._identity, "salt": request.salt}), self._pool.block_size),
+                priority=request.priority,
+                arrived=now,
+                deadline=math.inf if within is None else now + within,
+                width=params.n_sequences,
+                reuses_prefix=reuses,
+            ),
+        )
 
     def check(self, request: Request) -> None:
         """Raise UserError for a request that this engine can never run, saying why."""
@@ -155,14 +147,14 @@ class EngineCore:
     def abort(self, request_id: str, *, told: bool = True) -> None:
         """The request ends with "abort", in whatever state it is; one that is not known, or has ended, is left alone.
         Its blocks are free at once. The next step tells of its end, unless nobody listens any more (told=False)."""
-        if (group := self._groups.get(request_id)) is not None:
-            self._end(group, "abort")
+        if (group := self._progress.groups.get(request_id)) is not None:
+            self._progress.end(group, "abort")
             if not told:
-                self._news = [delta for delta in self._news if delta.request_id != request_id]
+                self._progress.hush(request_id)
 
     def close(self) -> None:
         """Abort everything and let the cache go."""
-        for request_id in list(self._groups):
+        for request_id in list(self._progress.groups):
             self.abort(request_id)
         if not self._closed:
             self._closed = True
@@ -175,14 +167,13 @@ class EngineCore:
         started = self._clock()
         step = self._scheduler.schedule(started)
         for sequence in step.expired:
-            if (branch := self._branches.get(sequence)) is not None:
-                self._end(branch.group, "deadline")
+            if (branch := self._progress.branches.get(sequence)) is not None:
+                self._progress.end(branch.group, "deadline")
         if step.work:
             self._compute(step)
             self._n_steps += 1
             self._step_tokens, self._step_seconds = step.n_tokens, self._clock() - started
-        news, self._news = self._news, []
-        return news
+        return self._progress.told()
 
     def stats(self) -> EngineStats:
         """As of now."""
@@ -207,7 +198,7 @@ class EngineCore:
     def problems(self) -> list[str]:
         """What contradicts itself in the accounts of blocks, in words; empty where all is well."""
         found = self._pool.problems()
-        if not self._groups and self._pool.n_free != self._pool.n_blocks:
+        if not self._progress.groups and self._pool.n_free != self._pool.n_blocks:
             found.append(f"nothing runs, and {self._pool.n_blocks - self._pool.n_free} blocks are held")
         return found
 
@@ -217,14 +208,13 @@ class EngineCore:
             if step.copies:
                 self.executor.copy_blocks(step.copies)
             logits = self.executor.run(self._builder.build(step, every_token=scored))
+            self._scheduler.computed(step)
+            self._advance(step, logits, scored)
         except Exception as error:
             logging.getLogger(__name__).exception("a step of %d tokens failed", step.n_tokens)
             self._n_failed_steps += 1
-            for group in list(self._groups.values()):
-                self._end(group, "error", f"the engine failed to compute a step: {_one_line(error)}")
-            return
-        self._scheduler.computed(step)
-        self._advance(step, logits, scored)
+            for group in list(self._progress.groups.values()):
+                self._progress.end(group, "error", f"the engine failed to compute a step: {_one_line(error)}")
 
     def _advance(self, step: Step, logits: Tensor, scored: Collection[Sequence]) -> None:
         """Every sequence that has caught up gets its next token."""
@@ -233,7 +223,7 @@ class EngineCore:
         chosen: list[Branch] = []
         searching: list[tuple[int, Branch]] = []
         for work in step.work:
-            branch = self._branches[work.sequence]
+            branch = self._progress.branches[work.sequence]
             group = branch.group
             if group.n_cached < 0:
                 self._begun(group, work.start)
@@ -248,7 +238,7 @@ class EngineCore:
                 chosen.append(branch)
                 rows.append(row)
                 if work.sequence.width > 1:
-                    for child in self._fork_all(branch):
+                    for child in self._progress.fork_all(branch):
                         chosen.append(child)
                         rows.append(row)
             row += 1
@@ -262,7 +252,7 @@ class EngineCore:
 
     def _take(self, branch: Branch, sampled: Sampled) -> None:
         if sampled.error is not None:
-            self._fail(branch, sampled.error)
+            self._progress.fail(branch, sampled.error)
             return
         self._scheduler.append(branch.sequence, sampled.token)
         try:
@@ -270,51 +260,20 @@ class EngineCore:
             delta = branch.group.take(branch, sampled)
         except Exception as error:  # of this request's own state: the others have nothing to do with it
             logging.getLogger(__name__).exception("request %s failed", branch.group.request.id)
-            self._fail(branch, _one_line(error))
+            self._progress.fail(branch, _one_line(error))
             return
         self._n_generated += 1
-        if delta is not None:
-            self._news.append(delta)
+        self._progress.tell(delta)
         if branch.ending is not None:
-            self._leave(branch)
-
-    def _fail(self, branch: Branch, error: str) -> None:
-        """One sequence ends with an error."""
-        delta = branch.group.fail(branch, error)
-        if delta is not None:
-            self._news.append(delta)
-        self._leave(branch)
-
-    def _leave(self, branch: Branch) -> None:
-        """A branch that has ended gives its blocks back; the last one takes its group along."""
-        self._release(branch)
-        group = branch.group
-        if all(each.ending is not None for each in group.branches):
-            self._news += group.results()
-            self._forget(group)
-
-    def _end(self, group: Group, reason: FinishReason, error: str | None = None) -> None:
-        """All of a request ends now."""
-        self._news += group.end(reason, error)
-        for branch in group.branches:
-            self._release(branch)
-        self._forget(group)
-
-    def _release(self, branch: Branch) -> None:
-        self._scheduler.finish(branch.sequence)
-        self._branches.pop(branch.sequence, None)
-
-    def _forget(self, group: Group) -> None:
-        if self._groups.pop(group.request.id, None) is not None:
-            self._n_scoring -= group.params.prompt_logprobs is not None
+            self._progress.leave(branch)
 
     # ------------------------------------------------------------------ prompts and forks
 
     def _scored(self, step: Step) -> Collection[Sequence]:
         """Those of a step for all of whose tokens logits are wanted."""
-        if not self._n_scoring:
+        if not self._progress.n_scoring:
             return ()
-        return {work.sequence for work in step.work if self._branches[work.sequence].group.is_scoring}
+        return {work.sequence for work in step.work if self._progress.branches[work.sequence].group.is_scoring}
 
     def _begun(self, group: Group, n_cached: int) -> None:
         """The first tokens of a request were computed."""
@@ -334,21 +293,6 @@ class EngineCore:
         if wanted and first >= 0:
             scores += self._sampler.prompt_logprobs(logits[first : first + len(wanted)], list(wanted), top)
 
-    def _fork_all(self, parent: Branch) -> list[Branch]:
-        """The other completions of a request whose prompt is computed."""
-        children = [self._fork(parent, index) for index in range(1, parent.sequence.width)]
-        parent.group.branches += children
-        return children
-
-    def _fork(self, parent: Branch, index: int) -> Branch:
-        old, name = parent.sequence, self._next_name(parent.group.request.id)
-        sequence = replace(old, id=name, tokens=list(old.tokens), keys=old.keys.copy(), blocks=[])
-        self._scheduler.fork(old, sequence)
-        text = None if parent.text is None else parent.group.new_text()
-        branch = Branch(parent.group, index, sequence, parent.state.fork(index), text)
-        self._branches[sequence] = branch
-        return branch
-
     # ------------------------------------------------------------------ beams
 
     def _search(self, searching: list[tuple[int, Branch]], logits: Tensor) -> None:
@@ -361,7 +305,7 @@ class EngineCore:
         values, tokens = scores.topk(min(most, self.vocab_size))
         for branch, of_values, of_tokens in zip(branches, values.tolist(), tokens.tolist(), strict=True):
             if math.isnan(of_values[0]):  # the largest of all, for topk
-                self._end(branch.group, "error", NOT_FINITE)
+                self._progress.end(branch.group, "error", NOT_FINITE)
             branch.candidates = [each for each in zip(of_tokens, of_values, strict=True) if each[1] > -math.inf]
         for group in dict.fromkeys(branch.group for branch in branches):
             if not group.is_over and all(branch.candidates is not None for branch in group.branches):
@@ -376,19 +320,18 @@ class EngineCore:
         grown: list[Branch] = []
         for place, _ in going:  # forks first: they are made of what the parent is before its own token
             used = parents[place] in grown
-            grown.append(self._fork(parents[place], len(grown)) if used else parents[place])
+            grown.append(self._progress.fork(parents[place], len(grown)) if used else parents[place])
         for branch in parents:
             branch.sequence.width = 1
             if branch not in grown:
-                self._release(branch)
+                self._progress.release(branch)
         for branch, (_, token) in zip(grown, going, strict=True):
             branch.candidates = None
             self._scheduler.append(branch.sequence, token)
             branch.state.accept(token)
         group.branches = grown
         if not grown:
-            self._news += group.results()
-            self._forget(group)
+            self._progress.conclude(group)
 
     # ------------------------------------------------------------------ helpers
 
@@ -396,11 +339,6 @@ class EngineCore:
         """New tokens of a completion, at most."""
         room = self.max_model_len - len(request.prompt)
         return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
-
-    def _next_name(self, request_id: str) -> str:
-        """Of a sequence, unlike any other's whatever requests are called."""
-        self._n_sequences += 1
-        return f"{self._n_sequences}:{request_id}"
 
     def _decoder(self) -> Decoder | None:
         return None if self.tokenizer is None else StreamDecoder(self.tokenizer)

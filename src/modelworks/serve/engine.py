@@ -72,7 +72,7 @@ class Engine(EngineCore):
         self.close()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt; ids are taken as they are. An empty text asks for a document from its beginning."""
+        """The token ids of a prompt. Ids are taken as they are; an empty text asks for a document from its start."""
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
