@@ -101,7 +101,7 @@ def test_beams_are_those_of_transformers(model: Transformer) -> None:
             for completion, tokens in zip(output.completions, theirs.sequences.tolist(), strict=True):
                 mine = completion.token_ids
                 assert mine == tokens[len(prompt) : len(prompt) + len(mine)]
-                assert set(tokens[len(prompt) + len(mine) :]) <= {0}  # padding
+                assert set(tokens[len(prompt) + len(mine) :]) <= {0, ends[0]}  # padding
                 assert sum(each.logprob for each in completion.logprobs or []) == pytest.approx(
                     completion.cumulative_logprob, abs=1e-4
                 )
