@@ -153,6 +153,14 @@ def test_a_template_cannot_reach_out_of_its_sandbox(bpe: Tokenizer) -> None:
         bpe.render_chat(messages)
 
 
+def test_what_ends_a_text_is_what_any_of_the_published_files_says(bpe: Tokenizer, tmp_path: Path) -> None:
+    bpe.save(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 0]}')
+    loaded = Tokenizer.load(tmp_path)
+    assert (loaded.eos_id, set(loaded.eos_ids)) == (bpe.eos_id, {bpe.eos_id, 5, 0, 7})
+
+
 def test_limits_published_in_tokenizer_json_do_not_cut_documents(bpe: Tokenizer, tmp_path: Path) -> None:
     bpe.save(tmp_path)
     rules = json.loads((tmp_path / "tokenizer.json").read_text())

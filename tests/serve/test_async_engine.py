@@ -72,6 +72,23 @@ def test_a_stream_that_is_left_or_cancelled_frees_its_blocks() -> None:
     served.close()
 
 
+def test_cancelling_at_any_moment_leaves_nothing_behind() -> None:
+    async def work() -> None:
+        for n in range(60):
+            task = asyncio.create_task(gathered(served, Request(str(n), [5, 6], ENDLESS)))
+            for _ in range(n % 6):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await until_free(served)
+        assert (await gathered(served, Request("last", [5, 6], GREEDY)))[-1].last
+
+    served = engine()
+    run(work())
+    served.close()
+
+
 def test_who_aborts_another_ends_its_stream() -> None:
     async def work() -> None:
         task = asyncio.create_task(gathered(served, Request("one", [5, 6], ENDLESS)))

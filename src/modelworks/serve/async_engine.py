@@ -34,8 +34,10 @@ class AsyncEngine:
         self._engine = engine
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._inboxes: dict[str, _Inbox] = {}  # the thread's own
+        self._at_rest: list[Future[None]] = []  # the thread's own: who waits until nothing is in progress
         self._closing = self._draining = False
-        self._idle = threading.Event()
+        self._lock = threading.Lock()  # of `_ended`: nothing is asked of a thread that will not look any more
+        self._ended = False
         self.heartbeat = time.monotonic()  # when the thread was last between two steps; of the monotonic clock
         self._thread = threading.Thread(target=self._loop, name="modelworks-engine", daemon=True)
         self._thread.start()
@@ -85,9 +87,13 @@ class AsyncEngine:
     async def drain(self, grace: float) -> bool:
         """Takes no more requests, and waits for those in progress, `grace` seconds at most. Whether all have ended."""
         self._draining = True
-        ended = self._ask(lambda: None)  # what was asked before is in progress by then
-        await asyncio.wrap_future(ended)
-        return await asyncio.to_thread(self._idle.wait, grace)
+        rest: Future[None] = Future()
+        self._ask(lambda: self._at_rest.append(rest))
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(rest), grace)
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
         """Aborts what is in progress, which its streams still tell, and ends the thread and the engine."""
@@ -96,25 +102,26 @@ class AsyncEngine:
         def stop() -> None:
             self._closing = True
 
-        if self._thread.is_alive():
-            self._ask(stop)
-            self._thread.join()
+        self._ask(stop)
+        self._thread.join()
 
     def _ask(self, function: Callable[[], _T]) -> Future[_T]:
         """Have the thread do this between two steps."""
         future: Future[_T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():  # whoever asked has been cancelled meanwhile
+                return
             try:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
 
-        if not self._thread.is_alive():
-            future.set_exception(UserError("the engine is closed"))
-            return future
-        self._idle.clear()
-        self._asked.put(run)
+        with self._lock:
+            if self._ended:
+                future.set_exception(UserError("the engine is closed"))
+            else:
+                self._asked.put(run)
         return future
 
     def _loop(self) -> None:
@@ -125,6 +132,8 @@ class AsyncEngine:
                 self._do_what_was_asked(wait=not engine.has_work)
                 if engine.has_work:
                     self._deliver(engine.step())
+                elif self._at_rest:
+                    self._tell_of_rest()
             engine.close()
             self._deliver(engine.step())
         except Exception as error:  # a defect: the streams must not wait for ever
@@ -132,18 +141,25 @@ class AsyncEngine:
             for loop, inbox in self._inboxes.values():
                 _tell(loop, partial(inbox.put_nowait, error))
         finally:
-            self._idle.set()
+            with self._lock:
+                self._ended = True
+            self._do_what_was_asked(wait=False)
+            self._tell_of_rest()
 
     def _do_what_was_asked(self, *, wait: bool) -> None:
         try:
             if wait:
-                if self._asked.empty():
-                    self._idle.set()
                 self._asked.get(timeout=_IDLE_SECONDS)()
             while True:
                 self._asked.get_nowait()()
         except queue.Empty:
             return
+
+    def _tell_of_rest(self) -> None:
+        for future in self._at_rest:
+            if future.set_running_or_notify_cancel():  # who waited may have given up
+                future.set_result(None)
+        self._at_rest.clear()
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """To each event loop once, all that is for its streams."""

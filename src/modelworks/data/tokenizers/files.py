@@ -74,9 +74,10 @@ def _from_json(path: Path) -> Tokenizer:
     eos_id = _id(backend, config.get("eos_token"))
     if eos_id is None:
         eos_id = _usual_end(backend, path)
-    generation = _read(path.parent / "generation_config.json").get("eos_token_id")
-    ends = generation if isinstance(generation, list) else [generation]
-    own_ends = config.get("eos_token_ids") or []
+    ends = config.get("eos_token_ids") or []
+    for name in ("generation_config.json", "config.json"):
+        published = _read(path.parent / name).get("eos_token_id")
+        ends = [*ends, *(published if isinstance(published, list) else [published])]
     add_bos = config.get("add_bos_token")
     if add_bos is None:
         add_bos = bos_id is not None and backend.encode("a").ids[:1] == [bos_id]
@@ -84,7 +85,7 @@ def _from_json(path: Path) -> Tokenizer:
         backend,
         bos_id=bos_id,
         eos_id=eos_id,
-        eos_ids=[i for i in [*own_ends, *ends] if isinstance(i, int)],
+        eos_ids=[i for i in ends if isinstance(i, int)],
         pad_id=_id(backend, config.get("pad_token")),
         add_bos=bool(add_bos),
         chat_template=_chat_template(path.parent, config),
