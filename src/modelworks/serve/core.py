@@ -34,7 +34,7 @@ from modelworks.serve.options import EngineOptions
 from modelworks.serve.prefix import PrefixKeys, tag
 from modelworks.serve.progress import Progress
 from modelworks.serve.request import Delta, Request
-from modelworks.serve.sampler import Sampled, Sampler
+from modelworks.serve.sampler import NOT_FINITE, Sampled, Sampler
 from modelworks.serve.scheduler import Scheduler, Step
 from modelworks.serve.sequence import Sequence
 from modelworks.serve.stats import EngineStats
@@ -43,8 +43,6 @@ from modelworks.serve.waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from modelworks.data import Tokenizer
-
-NOT_FINITE = "the model's numbers for this request are not finite"
 
 
 class EngineCore:
@@ -169,6 +167,9 @@ class EngineCore:
         for sequence in step.expired:
             if (branch := self._progress.branches.get(sequence)) is not None:
                 self._progress.end(branch.group, "deadline")
+        for sequence in step.preempted:  # what followed it will be worked out again, as its keys and values are
+            if (branch := self._progress.branches.get(sequence)) is not None:
+                branch.candidates = None
         if step.work:
             self._compute(step)
             self._n_steps += 1

@@ -15,7 +15,8 @@ has blocks for all its tokens from its admission, so only decoding ever runs sho
 Progress: the most urgent running sequence is always served. Whoever is admitted fits the pool alone (`submit` refuses
 others), it may take the blocks of all others, and its urgency grows while it waits. No thrash: nothing is admitted in a
 step that threw something out, and the reserve is for those who run. Sequences may be idle: caught up, and without a
-next token until others (of the same beam search) are as far. Idle ones never keep those others out: that is step 5.
+next token until others (of the same beam search) are as far, all at once. Those must fit the pool together; that idle
+ones of several searches do not keep each other's out is the purpose of step 5.
 
 The caller runs the model on a `Step`, tells what was `computed`, and gives each sequence that `samples` its next token
 with `append`; or `fork`s it before that, or `finish`es it. Those that were aborted meanwhile are passed over.
@@ -115,28 +116,20 @@ class Scheduler:
                 self._remember(sequence)
 
     def append(self, sequence: Sequence, token: int) -> None:
-        """The next token of a sequence that had caught up, and may have been preempted since."""
+        """The next token of a sequence that has caught up."""
         if sequence.status is Status.RUNNING:
             sequence.tokens.append(token)
-        elif sequence.status is Status.WAITING:  # the queue counts tokens
-            self.waiting.remove(sequence)
-            sequence.tokens.append(token)
-            self.waiting.put_back(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` goes on where `parent` is: it shares all its blocks, of which the last is copied by whoever writes to
-        it first; where the parent was preempted, it waits as well. The caller has made it with the parent's tokens."""
-        if parent.status is Status.FINISHED or child.tokens != parent.tokens:
-            raise ValueError(f"{parent.id} cannot be forked into {child.id}: it has ended, or their tokens differ")
-        child.order, child.arrived = parent.order, parent.arrived
-        parent.width, child.width = max(parent.width - 1, 1), 1
-        child.status = parent.status
-        if parent.status is Status.WAITING:
-            self.waiting.put_back(child)
-            return
+        it first. The caller has made it with the parent's tokens."""
+        if parent.status is not Status.RUNNING or child.tokens != parent.tokens:
+            raise ValueError(f"{parent.id} cannot be forked into {child.id}: it does not run, or their tokens differ")
         self.pool.share(parent.blocks)
         child.blocks, child.n_computed = list(parent.blocks), parent.n_computed
-        child.n_remembered = parent.n_remembered
+        child.n_remembered, child.order, child.arrived = parent.n_remembered, parent.order, parent.arrived
+        parent.width, child.width = max(parent.width - 1, 1), 1
+        child.status = Status.RUNNING
         self.running.append(child)
 
     def finish(self, sequence: Sequence) -> None:
