@@ -3,7 +3,6 @@ back, whatever is asked, in whatever order."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -296,7 +295,7 @@ def test_a_full_queue_refuses_and_forgets() -> None:
     engine.submit(Request("b", [5], GREEDY))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_traffic_has_right_tokens_and_gives_every_block_back(seed: int) -> None:
     """Arrivals, shared prefixes, aborts, deadlines, forks and beams in a pool that is too small for them."""
     draw = random.Random(seed)
@@ -308,30 +307,29 @@ def test_any_traffic_has_right_tokens_and_gives_every_block_back(seed: int) -> N
     )  # fmt: skip
     collected: dict[str, Collected] = {}
     ended: Counter[tuple[str, int]] = Counter()
-    plain: dict[str, Request] = {}
+    asked: dict[str, Request] = {}
     made = 0
     for turn in range(100_000):
-        if made == 150 and not engine.has_work:
+        if made == 100 and not engine.has_work:
             break
         engine._clock.now += 1.0  # type: ignore[attr-defined]
-        while made < 150 and draw.random() < 0.4:
+        while made < 100 and draw.random() < 0.4:
             made += 1
             prompt = [draw.randrange(4, 6) for _ in range(draw.randint(1, 12))]
             shape = draw.choice(["plain", "plain", "n", "best", "beams", "scores"])
             most = draw.randint(1, 10)
             params = {
                 "plain": SamplingParams(temperature=0.0, max_tokens=most),
-                "n": SamplingParams(n=draw.randint(2, 4), max_tokens=most),
-                "best": SamplingParams(n=2, best_of=draw.randint(3, 4), max_tokens=most),
-                "beams": SamplingParams(beams=2, max_tokens=most),
+                "n": SamplingParams(n=draw.randint(2, 4), max_tokens=most, seed=made),
+                "best": SamplingParams(n=2, best_of=draw.randint(3, 4), max_tokens=most, seed=made),
+                "beams": SamplingParams(n=2, beams=2, max_tokens=most),
                 "scores": SamplingParams(temperature=0.0, max_tokens=most, prompt_logprobs=0, logprobs=0),
             }[shape]
             deadline = draw.choice([5.0, None, None, None])
             request = Request(str(made), prompt, params, priority=draw.randrange(3), deadline=deadline)
             engine.submit(request)
             collected[request.id] = Collected(request)
-            if params.greedy and params.beams is None:
-                plain[request.id] = request
+            asked[request.id] = request
         if draw.random() < 0.1:
             engine.abort(str(draw.randint(1, made + 1)))
         for delta in engine.step():
@@ -342,14 +340,19 @@ def test_any_traffic_has_right_tokens_and_gives_every_block_back(seed: int) -> N
     assert engine.problems() == []
     assert engine.stats().n_free_blocks == n_blocks
     assert engine.stats().n_preempted > 0
-    for name, request in plain.items():
-        (completion,) = collected[name].output.completions
-        expected = greedy(request.prompt, min(request.params.max_tokens or 0, 20 - len(request.prompt)), [EOS])
-        assert completion.token_ids == expected[: len(completion.token_ids)]
-        assert completion.finish_reason in ("abort", "deadline") or completion.token_ids == expected
+    calm = core(n_blocks=200, max_model_len=20)
+    for name, request in asked.items():
+        completions = collected[name].output.completions
+        given = [completion.token_ids for completion in completions]
+        if request.params.greedy:
+            longest = min(request.params.max_tokens or 0, 20 - len(request.prompt))
+            expected = [greedy(request.prompt, longest, [EOS])]
+            assert given[0] == expected[0][: len(given[0])]
+        else:
+            expected = tokens_of(calm, list(request.prompt), request.params)
+        assert given == expected or any(each.finish_reason in ("abort", "deadline") for each in completions)
         if (scores := collected[name].output.prompt_logprobs) is not None:
             for place, each in enumerate(scores[1:], start=1):
                 assert each is not None
                 expected_row = logits_after(request.prompt[:place]).log_softmax(-1)
                 assert each.logprob == pytest.approx(float(expected_row[request.prompt[place]]), abs=1e-5)
-    assert not math.isnan(engine.stats().step_seconds)

@@ -151,6 +151,34 @@ def test_the_least_urgent_gives_way_and_comes_back() -> None:
     assert runs.scheduler.n_tokens_lost == 8
 
 
+def test_idle_ones_give_way_to_what_they_wait_for() -> None:
+    runs = machine(4, token_budget=32, max_running=4, reserve=0.0)
+    idle, other = sequence("idle", [1] * 12, most=4, priority=1), sequence("other", [2] * 8, most=4)
+    runs.scheduler.submit(idle)
+    runs.run(runs.scheduler.schedule(0.0))  # and its next token does not come
+    runs.scheduler.submit(other)
+    step = runs.scheduler.schedule(1.0)
+    assert (step.work, step.preempted) == ([], [idle])
+    assert [work.sequence.id for work in runs.scheduler.schedule(2.0).work] == ["other"]
+
+
+def test_sequences_that_will_be_forked_count_as_what_they_will_be() -> None:
+    runs = machine(64, token_budget=32, max_running=4)
+    for name, width in (("wide", 3), ("two", 2), ("one", 1)):
+        runs.scheduler.submit(sequence(name, [1, 2], width=width))
+    step = runs.scheduler.schedule(0.0)
+    assert [work.sequence.id for work in step.work] == ["wide"]
+    (wide,) = runs.run(step)
+    for n in range(2):
+        runs.scheduler.fork(wide, child := sequence(f"child {n}", wide.tokens))
+        runs.scheduler.append(child, n)
+    runs.scheduler.append(wide, 5)
+    assert [work.count for work in runs.scheduler.schedule(1.0).work] == [1, 1, 1]  # no room for two more
+    runs.scheduler.finish(wide)
+    assert len(runs.scheduler.schedule(2.0).work) == 3  # the two children's own tokens lie in the cache by now
+    assert {each.id for each in runs.scheduler.running} == {"child 0", "child 1", "two"}
+
+
 def test_urgent_ones_first_but_nobody_waits_for_ever() -> None:
     runs = machine(64, token_budget=3, max_running=1)
     patient = sequence("patient", [1], priority=5, arrived=0.0)

@@ -123,6 +123,7 @@ class EngineCore:
                 width=params.n_sequences,
                 reuses_prefix=reuses,
             ),
+            retry_after=self._time_to_compute(self._waiting.n_tokens),
         )
 
     def check(self, request: Request) -> None:
@@ -340,6 +341,11 @@ class EngineCore:
         """New tokens of a completion, at most."""
         room = self.max_model_len - len(request.prompt)
         return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+
+    def _time_to_compute(self, n_tokens: int) -> float:
+        """Seconds, from 1 to 60: a guess from the last step."""
+        steps = n_tokens / self.options.token_budget
+        return min(max(steps * self._step_seconds, 1.0), 60.0)
 
     def _decoder(self) -> Decoder | None:
         return None if self.tokenizer is None else StreamDecoder(self.tokenizer)

@@ -34,10 +34,12 @@ class Progress:
         """Whether anything is in progress, or waits to be told."""
         return bool(self.groups or self._news)
 
-    def begin(self, group: Group, state: SamplingState, sequence: Callable[[str], Sequence]) -> None:
+    def begin(
+        self, group: Group, state: SamplingState, sequence: Callable[[str], Sequence], *, retry_after: float
+    ) -> None:
         """A request's first sequence, made with a name of its own, into the queue. Raises Overloaded."""
         first = sequence(self._next_name(group))
-        self._scheduler.submit(first)  # may raise: nothing is known of the request before
+        self._scheduler.submit(first, retry_after=retry_after)  # may raise: nothing is known of the request before
         text = None if group.search is not None else group.new_text()
         self.branches[first] = Branch(group, 0, first, state, text)
         group.branches.append(self.branches[first])

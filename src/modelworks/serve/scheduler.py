@@ -84,8 +84,9 @@ class Scheduler:
         self.n_preempted = 0  # so far
         self.n_tokens_lost = 0  # computed, given up, and computed again
 
-    def submit(self, sequence: Sequence) -> None:
-        """Into the queue. Raises ValueError for one that can never run, Overloaded where the queue is full."""
+    def submit(self, sequence: Sequence, *, retry_after: float = 1.0) -> None:
+        """Into the queue. Raises ValueError for one that can never run, Overloaded where the queue is full, with a
+        guess when it will not be."""
         if not 0 < sequence.n_tokens <= sequence.max_tokens:
             raise ValueError(f"{sequence.n_tokens} tokens given, of at most {sequence.max_tokens}")
         if self._blocks_for(sequence.max_tokens) > self.pool.n_blocks:
@@ -93,7 +94,7 @@ class Scheduler:
             raise ValueError(f"{sequence.max_tokens} tokens may be needed, the cache has room for {room}")
         if sequence.width > self.max_running:
             raise ValueError(f"{sequence.width} sequences at once, at most {self.max_running} can run")
-        self.waiting.add(sequence)
+        self.waiting.add(sequence, retry_after=retry_after)
 
     def schedule(self, now: float) -> Step:
         """What to compute next. Empty where nothing can be: all is done, or all that waits must go on waiting."""
