@@ -13,11 +13,13 @@ import pytest
 import torch
 from test_torch_executor import FAMILIES, Traffic, dense, model_of, random_traffic
 
-from modelworks.checkpoint import LazyTensor, ModelSource, write_model
+from modelworks.checkpoint import LazyTensor, ModelSource, load_model, write_model
 from modelworks.config import ModelConfig, UserError, parameter_shapes
 from modelworks.layout import Layout
 from modelworks.parallel import Mesh
-from modelworks.serve.tensor_parallel.executor import ExecutorBroken, ParallelExecutor, follow
+from modelworks.serve import Engine, EngineOptions, Request, SamplingParams
+from modelworks.serve.executor import ExecutorBroken
+from modelworks.serve.tensor_parallel.executor import ParallelExecutor, follow
 from modelworks.serve.tensor_parallel.processes import model_on_ranks, share_executor
 from modelworks.serve.tensor_parallel.shares import HeadShare, serving_plans, vocabulary_shares
 
@@ -102,27 +104,26 @@ def small_model(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_of_their_own_and_the_end_of_one(small_model: str) -> None:
-    """Processes are started, agree with one process, and the death of one is told by name."""
-    executor = model_on_ranks(small_model, 2, dtype=torch.float32).start(n_blocks=16, block_size=3)
+def test_an_engine_on_ranks_of_its_own_and_the_end_of_one(small_model: str) -> None:
+    """Processes agree with one process; when one dies, requests end with its name, and the engine ends."""
+    prompts, params = [[5, 9, 2], [7] * 20], SamplingParams(temperature=0.0, max_tokens=8)
+    options = EngineOptions(kv_cache_bytes=1 << 20, block_size=3, native="off")
+    with Engine(load_model(small_model), options) as alone:
+        expected = [output.completions[0].token_ids for output in alone.generate(prompts, params)]
+    engine = Engine(model_on_ranks(small_model, 2, dtype=torch.float32), options)
     try:
-        model = model_of(torch.float32, **UNEVEN)
-        traffic = Traffic(executor)
-        sequences = random_traffic(traffic, 1, n=2)
-        for key, rows in traffic.run().items():
-            expected = dense(model, sequences[key])
-            for position, row in rows.items():
-                torch.testing.assert_close(row, expected[position], atol=1e-4, rtol=1e-4)
+        assert "ranks: 2, 4 key/value heads of 3 on all ranks" in engine.sizing.lines
+        assert [output.completions[0].token_ids for output in engine.generate(prompts, params)] == expected
         (rank,) = [each for each in psutil.Process().children() if "rank_process" in " ".join(each.cmdline())]
         os.kill(rank.pid, signal.SIGKILL)
-        again = Traffic(executor)
-        random_traffic(again, 1, n=1)
-        with pytest.raises(ExecutorBroken, match=r"rank 1 was killed \(SIGKILL\)"):
-            again.run()
+        engine.submit(Request("after", prompts[0], params))
+        (delta,) = engine.step()
+        assert delta.finish_reason == "error"
+        assert "rank 1 was killed (SIGKILL)" in str(delta.error)
         with pytest.raises(ExecutorBroken, match="can no longer work together"):
-            executor.copy_blocks([(0, 1)])
+            engine.step()
     finally:
-        executor.close()
+        engine.close()
     assert not rank.is_running()
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from modelworks.serve.request import RequestOutput as RequestOutput
     from modelworks.serve.request import TokenLogprob as TokenLogprob
     from modelworks.serve.stats import EngineStats as EngineStats
+    from modelworks.serve.tensor_parallel.processes import ModelOnRanks as ModelOnRanks
+    from modelworks.serve.tensor_parallel.processes import model_on_ranks as model_on_ranks
     from modelworks.serve.waiting import Overloaded as Overloaded
 
 _HOME = {
@@ -32,12 +34,14 @@ _HOME = {
     "Engine": "engine",
     "EngineOptions": "options",
     "EngineStats": "stats",
+    "ModelOnRanks": "tensor_parallel.processes",
     "Overloaded": "waiting",
     "Request": "request",
     "RequestOutput": "request",
     "SamplingParams": "params",
     "Structure": "params",
     "TokenLogprob": "request",
+    "model_on_ranks": "tensor_parallel.processes",
 }
 
 __all__ = sorted(_HOME)

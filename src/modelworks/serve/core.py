@@ -28,7 +28,7 @@ from modelworks.data import StreamDecoder
 from modelworks.serve.admission import check_request
 from modelworks.serve.batch import BatchBuilder
 from modelworks.serve.blocks import BlockPool
-from modelworks.serve.executor import Executor
+from modelworks.serve.executor import Executor, ExecutorBroken
 from modelworks.serve.group import Branch, Group
 from modelworks.serve.options import EngineOptions
 from modelworks.serve.prefix import PrefixKeys, tag
@@ -82,6 +82,7 @@ class EngineCore:
         self._n_prompt = self._n_queries = self._n_hits = self._n_generated = 0
         self._n_steps = self._n_failed_steps = self._step_tokens = 0
         self._step_seconds = 0.0
+        self._broken: ExecutorBroken | None = None
         self._closed = False
 
     # ------------------------------------------------------------------ what is asked
@@ -89,7 +90,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or tell anything."""
-        return bool(self._progress)
+        return bool(self._progress) or self._broken is not None
 
     def submit(self, request: Request) -> None:
         """Into the queue. What does not fit the context is not refused: it ends with "length" when the context is full.
@@ -162,7 +163,12 @@ class EngineCore:
     # ------------------------------------------------------------------ one step
 
     def step(self) -> list[Delta]:
-        """Compute one step and tell what came of it. Without work: nothing."""
+        """Compute one step and tell what came of it. Without work: nothing.
+
+        Raises ExecutorBroken, after a step that told every request of its end, where no further step is possible.
+        """
+        if self._broken is not None:
+            raise self._broken
         started = self._clock()
         step = self._scheduler.schedule(started)
         for sequence in step.expired:
@@ -215,6 +221,8 @@ class EngineCore:
         except Exception as error:
             logging.getLogger(__name__).exception("a step of %d tokens failed", step.n_tokens)
             self._n_failed_steps += 1
+            if isinstance(error, ExecutorBroken):
+                self._broken = error
             for group in list(self._progress.groups.values()):
                 self._progress.end(group, "error", f"the engine failed to compute a step: {_one_line(error)}")
 

@@ -19,49 +19,42 @@ from modelworks.config import UserError
 from modelworks.data import Tokenizer
 from modelworks.models import Transformer
 from modelworks.serve.core import EngineCore
-from modelworks.serve.executor import build_executor
+from modelworks.serve.executor import Executor, build_executor
 from modelworks.serve.options import EngineOptions
 from modelworks.serve.params import SamplingParams
 from modelworks.serve.request import Collected, Request, RequestOutput
-from modelworks.serve.sizing import size_cache
+from modelworks.serve.sizing import Sizing, size_cache, size_cache_on_ranks
+from modelworks.serve.tensor_parallel.processes import ModelOnRanks
 from modelworks.serve.waiting import Overloaded
 
 Prompt = str | Sequence[int]
 
 
 class Engine(EngineCore):
-    """model: with its tokeniser, or alone; then prompts are token ids, and completions have no text.
+    """model: with its tokeniser, or alone; then prompts are token ids, and completions have no text. One on several
+    ranks (`model_on_ranks`) starts them.
 
     `sizing` says how the cache was sized. Raises UserError where the cache cannot hold `options.max_model_len`.
     """
 
     def __init__(
         self,
-        model: LoadedModel | Transformer,
+        model: LoadedModel | Transformer | ModelOnRanks,
         options: EngineOptions | None = None,
         *,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         options = options or EngineOptions()
-        loaded = model if isinstance(model, LoadedModel) else None
-        transformer = model.model if isinstance(model, LoadedModel) else model
-        tokenizer = tokenizer or (loaded.tokenizer if loaded else None)
-        self.sizing = size_cache(transformer, options)
-        executor = build_executor(
-            transformer,
-            n_blocks=self.sizing.n_blocks,
-            block_size=options.block_size,
-            kv_dtype=options.kv_dtype,
-            native=options.native,
-            batch_invariant=options.batch_invariant,
-        )
+        if not isinstance(model, Transformer):
+            tokenizer = tokenizer or model.tokenizer
+        self.sizing, executor = _sized_executor(model, options)
         super().__init__(
             executor,
             options,
             max_model_len=self.sizing.max_model_len,
             tokenizer=tokenizer,
             eos_ids=tokenizer.eos_ids if tokenizer else (),
-            identity=loaded.source if loaded else transformer.config.model_dump_json(),
+            identity=model.config.model_dump_json() if isinstance(model, Transformer) else model.source,
         )
         self._n_generated_requests = itertools.count()
 
@@ -125,6 +118,29 @@ class Engine(EngineCore):
         finally:
             for request_id in collected:
                 self.abort(request_id, told=False)
+
+
+def _sized_executor(model: LoadedModel | Transformer | ModelOnRanks, options: EngineOptions) -> tuple[Sizing, Executor]:
+    if isinstance(model, ModelOnRanks):
+        if options.native == "on":
+            raise UserError("native: got on, but steps of several ranks are computed in torch; use auto or off")
+        sizing = size_cache_on_ranks(model, options)
+        return sizing, model.start(
+            n_blocks=sizing.n_blocks,
+            block_size=options.block_size,
+            kv_dtype=options.kv_dtype,
+            batch_invariant=options.batch_invariant,
+        )
+    transformer = model.model if isinstance(model, LoadedModel) else model
+    sizing = size_cache(transformer, options)
+    return sizing, build_executor(
+        transformer,
+        n_blocks=sizing.n_blocks,
+        block_size=options.block_size,
+        kv_dtype=options.kv_dtype,
+        native=options.native,
+        batch_invariant=options.batch_invariant,
+    )
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -22,6 +22,10 @@ from modelworks.serve.torch_executor import TorchExecutor
 Native = Literal["auto", "on", "off"]
 
 
+class ExecutorBroken(RuntimeError):
+    """No further step is possible, such as where ranks have lost each other."""
+
+
 class Executor(Protocol):
     """One model and its cache of blocks 0 to n_blocks - 1, each room for block_size tokens.
 

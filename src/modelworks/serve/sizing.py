@@ -10,16 +10,21 @@ or of every token where a prompt is scored, three times over (sampling works on 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
-from modelworks.config import ModelConfig, UserError
+from modelworks.config import ModelConfig, UserError, count_parameters
 from modelworks.config.quantities import format_bytes
 from modelworks.hardware import facts
 from modelworks.models import Transformer
 from modelworks.serve.kv_cache import kv_bytes_per_block, resolve_kv_dtype
 from modelworks.serve.options import EngineOptions
+from modelworks.serve.tensor_parallel.shares import HeadShare
+
+if TYPE_CHECKING:
+    from modelworks.serve.tensor_parallel.processes import ModelOnRanks
 
 _SHARE_OF_GPU, _SHARE_OF_CPU = 0.9, 0.5
 
@@ -44,6 +49,24 @@ def size_cache(model: Transformer, options: EngineOptions) -> Sizing:
     else:
         available, lines = _share_of_memory(config, weight.dtype, weight.device, options)
     return divide(config, options, resolve_kv_dtype(options.kv_dtype, weight.dtype), available, lines)
+
+
+def size_cache_on_ranks(model: ModelOnRanks, options: EngineOptions) -> Sizing:
+    """For a model that several ranks will hold, before they do. On a CPU they share the machine's memory; elsewhere
+    each has a device, and the one with most heads decides."""
+    config, dtype, device = model.config, model.dtype, torch.device(model.device)
+    heads = [HeadShare.of(config.n_heads, config.n_kv_heads, model.ranks, rank) for rank in range(model.ranks)]
+    counts = [share.n_kv_heads for share in heads]
+    together = device.type == "cpu"
+    held = config.model_copy(update={"n_kv_heads": sum(counts) if together else max(counts)})
+    copies = f", {held.n_kv_heads} key/value heads of {config.n_kv_heads} on {'all ranks' if together else 'a rank'}"
+    if options.kv_cache_bytes is not None:
+        available, lines = options.kv_cache_bytes, [f"cache memory: {format_bytes(options.kv_cache_bytes)}, as told"]
+    else:
+        weights = count_parameters(config).total * dtype.itemsize // (1 if together else model.ranks)
+        available, lines = _share_of_memory(config, dtype, device, options, weights, model.ranks if together else 1)
+    lines.append(f"ranks: {model.ranks}{copies}")
+    return divide(held, options, resolve_kv_dtype(options.kv_dtype, dtype), available, lines)
 
 
 def divide(config: ModelConfig, options: EngineOptions, kv_dtype: str, available: int, lines: list[str]) -> Sizing:
@@ -84,8 +107,14 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) 
 
 
 def _share_of_memory(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, options: EngineOptions
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: EngineOptions,
+    weights: int = 0,
+    ranks: int = 1,
 ) -> tuple[int, list[str]]:
+    """weights: bytes of those that are still to be loaded. ranks: that share this memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         what, share = "the GPU's", options.memory_share or _SHARE_OF_GPU
@@ -94,7 +123,8 @@ def _share_of_memory(
         total, what = machine.memory, machine.memory_reason
         free = max(0, min(psutil.virtual_memory().available, total - own))
         share = options.memory_share or _SHARE_OF_CPU
-    step = step_bytes(config, dtype, options)
+    free = max(0, free - weights)
+    step = ranks * step_bytes(config, dtype, options)
     available = max(0, int(share * free) - step)
     return available, [
         f"memory: {format_bytes(total)} ({what}), of which {format_bytes(free)} are free beside the weights",

@@ -18,15 +18,12 @@ from torch import Tensor
 from modelworks.config import ModelConfig
 from modelworks.parallel import Group
 from modelworks.serve.batch import RaggedBatch
+from modelworks.serve.executor import ExecutorBroken
 from modelworks.serve.tensor_parallel.shares import vocabulary_shares
 from modelworks.serve.torch_executor import TorchExecutor
 
 _LEAVE, _RUN, _COPY = range(3)
 _HEADER = 5  # command, tokens (or pairs of blocks), sequences, width of the tables, wanted logits
-
-
-class ExecutorBroken(RuntimeError):
-    """The ranks have lost each other: no further step is possible."""
 
 
 class ParallelExecutor:
