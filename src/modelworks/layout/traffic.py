@@ -293,11 +293,11 @@ def _add_control(step: _Step, tally: Tally) -> None:
     tally.all_reduce("world", world, CONTROL_BYTES)  # loss
     order = float(step.config.train.grad_clip_norm)
     sums = order in (1.0, 2.0)
-    layers = figured_layers(model) * CONTROL_BYTES if step.config.health.layers_every else 0
-    tally.all_reduce("world", world, CONTROL_BYTES + (layers if sums else 0))  # norm, and with it those of layers
+    norms = figured_layers(model) * CONTROL_BYTES if step.config.health.layers_every else 0
+    tally.all_reduce("world", world, CONTROL_BYTES + (norms if sums else 0))  # norm, and with it those of layers
     if not sums:
         tally.all_reduce("world", world, CONTROL_BYTES, 0 if math.isinf(order) else 1)
-        tally.all_reduce("world", world, layers, 1 if layers else 0)
+        tally.all_reduce("world", world, norms, 1 if norms else 0)
     tally.all_reduce("world", world, STOP_FLAG_BYTES)
     if model.n_experts:
         for layers in step.stages.values():  # loads, dropped choices and two losses of each layer
