@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from modelworks.checkpoint.errors import CheckpointError as CheckpointError
     from modelworks.checkpoint.errors import CorruptedCheckpoint as CorruptedCheckpoint
     from modelworks.checkpoint.formats.source import ModelSource as ModelSource
+    from modelworks.checkpoint.generation_defaults import generation_defaults as generation_defaults
     from modelworks.checkpoint.import_sources import describe_model as describe_model
     from modelworks.checkpoint.import_sources import open_source as open_source
     from modelworks.checkpoint.lazy_tensor import LazyTensor as LazyTensor
@@ -83,6 +84,7 @@ _OFFERS = {
     "explain_unfinished": "listing",
     "find_folder": "places",
     "find_storage": "places",
+    "generation_defaults": "generation_defaults",
     "list_checkpoints": "listing",
     "load_model": "loading",
     "names_in": "places",

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from modelworks.cli.choices import check_choice
 from modelworks.cli.output import JsonFlag, Output
-from modelworks.config import UserError, nearest
+from modelworks.config import UserError
 
 if TYPE_CHECKING:
     from modelworks.checkpoint import LoadedModel
@@ -61,8 +62,8 @@ def command(
     text = _read_stdin() if prompt == "-" else prompt
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python passes on bytes that are no text
         raise UserError("--prompt: not UTF-8 text")
-    _check_choice("--dtype", dtype, ("auto", *DTYPES))
-    _check_choice("--device", device, ("auto", "cpu", "cuda"))
+    check_choice("--dtype", dtype, ("auto", *DTYPES))
+    check_choice("--device", device, ("auto", "cpu", "cuda"))
     if max_tokens < 1:
         raise UserError(f"--max-tokens: got {max_tokens}, expected a whole number >= 1")
     if greedy and any(value is not None for value in (temperature, top_k, top_p, min_p)):
@@ -210,13 +211,6 @@ def _describe(sampling: Sampling) -> str:
         if value is not None
     ]
     return ", ".join([f"temperature {sampling.temperature}", *filters, f"seed {sampling.seed}"]) + penalty
-
-
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = nearest(value, choices)
-        hint = f" (did you mean `{near}`?)" if near else ""
-        raise UserError(f"{option}: got {value!r}, expected {', '.join(choices)}{hint}")
 
 
 def _say(text: str) -> None:

@@ -38,6 +38,7 @@ COMMANDS = {
     "tune": "Find the batch and the learning rate of a run; check µP.",
     "runs": "List, show and compare runs.",
     "generate": "Continue a prompt with a model.",
+    "serve": "Serve a model over HTTP, with OpenAI's API.",
     "bench-serve": "Measure an OpenAI-compatible endpoint under a load.",
     "eval": "Measure a model on text or on question sets.",
     "checkpoint": "List, verify and prune checkpoints; export and import models.",
