@@ -3,8 +3,8 @@
     python -m benchmarks.serve_fuzz                     # 300 for each route, some minutes
     python -m benchmarks.serve_fuzz --examples 30
 
-Counted by route and status. What must hold: no 5xx but a deadline's, every error in OpenAI's shape, and the same process
-of the engine at the end as at the beginning.
+Counted by route and status. What must hold: no 5xx but a deadline's, every error in OpenAI's shape, and at the end the
+engine's process of the beginning.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from modelworks.config import UserError
-from modelworks.data import Tokenizer
+from modelworks.data import StreamDecoder, Tokenizer
 from modelworks.serve.request import Delta, Request, TokenLogprob
 from modelworks.serve.served_model import ServedModel
 from modelworks.serve.stats import EngineStats
-from modelworks.serve.text import StopStrings, TextStream
+from modelworks.serve.text import StopStrings
 from modelworks.serve.waiting import Overloaded
 
 VOCABULARY = 300
@@ -93,7 +93,7 @@ def build_once(marker: str) -> tuple[FakeEngine, ServedModel]:
 class _Completion:
     request: Request
     index: int
-    text: TextStream
+    text: StreamDecoder
     stops: StopStrings
     n_tokens: int = 0
     magic: str = ""
@@ -128,7 +128,7 @@ class FakeEngine:
             _Completion(
                 request,
                 index,
-                TextStream(self._tokenizer.decode),
+                StreamDecoder(self._tokenizer),
                 StopStrings(params.stop, included=params.include_stop),
                 magic=magic,
                 deadline=deadline,

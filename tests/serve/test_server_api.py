@@ -232,7 +232,8 @@ REFUSED = [  # body, the field that is named, a word of the message
     ({"messages": USER, "max_tokens": 2, "max_completion_tokens": 2}, "max_completion_tokens", "one of both"),
     ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "of its own"),
     ({"messages": USER, "audio": {}}, "audio", "unsupported"),
-    ({"prompt": "!refuse"}, "structure", "too hard"),
+    ({"prompt": "!refuse"}, "response_format", "too hard"),
+    ({"prompt": "!refuse", "structured_outputs": {"regex": "a"}}, "structured_outputs", "too hard"),
 ]  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def chat_routes(service: Service) -> APIRouter:
         check_stream(body)
         request = await _request(service, body)
         answer = _Answer(service, body, request)
-        running = await service.begin([request], body.user)
+        running = await service.begin([request], body)
         headers = {"X-Request-Id": request.id}
         if body.stream:
             longest = service.options.longest_deadline + service.options.grace

@@ -32,7 +32,7 @@ def completion_routes(service: Service) -> APIRouter:
         check_model(body.model, service.model)
         check_stream(body)
         answer = _Answer(service, body, await _requests(service, body))
-        running = await service.begin(answer.requests, body.user)
+        running = await service.begin(answer.requests, body)
         headers = {"X-Request-Id": answer.id}
         if body.stream:
             longest = service.options.longest_deadline + service.options.grace

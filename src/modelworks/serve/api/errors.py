@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -64,11 +64,13 @@ def bad_field(param: str, message: str, *, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
-def from_user_error(error: UserError, fallback: str | None = None) -> ApiError:
-    """What our own validation says about a value; its messages begin with the field's name. fallback: the field, where
-    the message names none."""
-    name = str(error).partition(":")[0]
-    return ApiError(400, str(error), param=name if name.isidentifier() else fallback)
+def from_user_error(error: UserError, names: Mapping[str, str] = {}) -> ApiError:
+    """What our own validation says about a value; its messages begin with the field's name. names: of fields that the
+    API calls otherwise."""
+    name, colon, rest = str(error).partition(":")
+    if not name.isidentifier():
+        return ApiError(400, str(error))
+    return ApiError(400, names.get(name, name) + colon + rest, param=names.get(name, name))
 
 
 def install_error_handlers(app: FastAPI) -> None:

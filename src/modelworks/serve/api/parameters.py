@@ -80,8 +80,14 @@ def sampling_params(
         params = SamplingParams(**values)
         params.check_against(model.vocab_size, model.max_model_len)
     except UserError as error:
-        raise _under_api_names(error) from None
+        raise from_user_error(error, api_names(body)) from None
     return params
+
+
+def api_names(body: SamplingFields) -> dict[str, str]:
+    """Fields of a body whose names in `SamplingParams` are others, by those."""
+    structure = "structured_outputs" if body.structured_outputs is not None else "response_format"
+    return {"include_stop": "include_stop_str_in_output", "beams": "best_of", "structure": structure}
 
 
 def check_length(prompt: list[int], model: ServedModel, max_tokens: int | None, *, param: str) -> int:
@@ -126,7 +132,7 @@ def _structure(body: SamplingFields, of_route: Structure | None) -> Structure | 
         if body.structured_outputs is not None:
             found["structured_outputs"] = _structured_outputs(body.structured_outputs)
     except UserError as error:
-        raise from_user_error(error) from None
+        raise from_user_error(error, api_names(body)) from None
     if len(found) > 1:
         names = list(found)
         raise bad_field(names[-1], f"does not go with `{names[0]}`: the output has one form")
@@ -158,14 +164,3 @@ def _structured_outputs(wanted: StructuredOutputs) -> Structure:
     if wanted.grammar is not None:
         return Structure.grammar(wanted.grammar)
     return Structure.regex("|".join(f"({re.escape(choice)})" for choice in wanted.choice or ()))
-
-
-_API_NAMES = {"include_stop": "include_stop_str_in_output", "beams": "best_of", "structure": "response_format"}
-
-
-def _under_api_names(error: UserError) -> ApiError:
-    api = from_user_error(error)
-    if api.param in _API_NAMES:
-        name = _API_NAMES[api.param]
-        return ApiError(400, name + str(error)[len(api.param) :], param=name)
-    return api

@@ -10,6 +10,7 @@ from modelworks.config import UserError
 from modelworks.serve.api.errors import ApiError, bad_field, from_user_error
 from modelworks.serve.api.metrics import Followed, Metrics
 from modelworks.serve.api.options import ServerOptions
+from modelworks.serve.api.parameters import api_names
 from modelworks.serve.api.schemas import SamplingFields
 from modelworks.serve.engine_client import EngineGone, RequestStream
 from modelworks.serve.messages import News
@@ -42,11 +43,11 @@ class Service:
     def ready(self) -> bool:
         return self.alive and not self.draining
 
-    async def begin(self, requests: Sequence[Request], user: str | None = None) -> Running:
-        """Hand requests to the engine. Raises ApiError where it does not take them."""
+    async def begin(self, requests: Sequence[Request], body: SamplingFields) -> Running:
+        """Hand the requests of a body to the engine. Raises ApiError where it does not take them."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=10)
-        running = Running(self, requests, user)
+        running = Running(self, requests, body)
         try:
             await running.accepted()
         except BaseException:
@@ -79,8 +80,8 @@ class Service:
 class Running:
     """Requests that the engine works on, seen from a route. Close it in any case: what has not finished is aborted."""
 
-    def __init__(self, service: Service, requests: Sequence[Request], user: str | None) -> None:
-        self._service, self._requests, self._user = service, requests, user
+    def __init__(self, service: Service, requests: Sequence[Request], body: SamplingFields) -> None:
+        self._service, self._requests, self._body = service, requests, body
         self._followed = {request.id: service.metrics.follow(request) for request in requests}
         self._stream: RequestStream | None = None
 
@@ -111,7 +112,7 @@ class Running:
         for request in self._requests:
             followed = self._followed[request.id]
             if followed.close():
-                self._service.log(request, followed, self._user)
+                self._service.log(request, followed, self._body.user)
 
     def _check(self, delta: Delta) -> None:
         if delta.finish_reason == "error":
@@ -129,7 +130,7 @@ class Running:
             return ApiError(429, str(error), code="overloaded", retry_after=error.retry_after)
         if isinstance(error, EngineGone):
             return ApiError(503, str(error), code="engine_unavailable", retry_after=error.retry_after)
-        return from_user_error(error) if isinstance(error, UserError) else error
+        return from_user_error(error, api_names(self._body)) if isinstance(error, UserError) else error
 
 
 def new_id(kind: str) -> str:
