@@ -74,8 +74,8 @@ class Sampler:
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
         """The next token of each sequence. logits: float32 (R, vocab_size), one row a state."""
-        best = logits.argmax(dim=-1).tolist()
-        finite = logits.isfinite().all(dim=-1).tolist()
+        largest, tokens = logits.max(dim=-1)  # NaN where any is
+        best, finite = tokens.tolist(), largest.isfinite().tolist()
         sampled = []
         for row, state, token, right in zip(logits, states, best, finite, strict=True):
             if not right:
