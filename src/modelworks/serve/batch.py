@@ -101,10 +101,11 @@ class BatchBuilder:
             tokens = np.array(flat, np.int64)
             owner = np.repeat(np.arange(n), count)
             positions = np.arange(total) - (ends - count)[owner] + first[owner]
-        lengths = first + count
+        evicted = np.fromiter([each.sequence.n_evicted for each in work], np.int64, n) * size  # tokens
+        lengths = first + count - evicted
         blocks = self._tables[rows, : -(-int(lengths.max()) // size)]
-        slots = blocks[owner, positions // size].astype(np.int64) * size + positions % size
-        wanted = ends[lengths == known] - 1
+        slots = blocks[owner, (positions - evicted[owner]) // size].astype(np.int64) * size + positions % size
+        wanted = ends[first + count == known] - 1
         if every_token:
             all_of = np.fromiter([each.sequence in every_token for each in work], np.bool_, n)
             wanted = np.union1d(wanted, np.flatnonzero(all_of[owner]))
@@ -118,7 +119,8 @@ class BatchBuilder:
         for each in work:
             sequence = each.sequence
             row, blocks = self._kept.get(sequence), sequence.blocks
-            if row is None or row.n_preempted != sequence.n_preempted:
+            version = sequence.n_preempted, sequence.n_evicted
+            if row is None or row.version != version:
                 row = self._write(sequence, row, 0)
             elif row.n_blocks != len(blocks) or row.last != blocks[-1]:
                 row = self._write(sequence, row, row.n_blocks - 1)
@@ -138,7 +140,7 @@ class BatchBuilder:
         place = self._free.pop() if row is None else row.place
         self._tables[place, start : len(blocks)] = blocks[start:]
         self._tables[place, len(blocks) :] = 0
-        row = self._kept[sequence] = _Row(place, sequence.n_preempted, len(blocks), blocks[-1])
+        row = self._kept[sequence] = _Row(place, (sequence.n_preempted, sequence.n_evicted), len(blocks), blocks[-1])
         return row
 
     def _forget(self) -> None:
@@ -151,6 +153,6 @@ class _Row(NamedTuple):
     """A sequence's row of the tables, and what it was written from: equal where nothing has changed since."""
 
     place: int
-    n_preempted: int
+    version: tuple[int, int]  # n_preempted, n_evicted
     n_blocks: int
     last: int

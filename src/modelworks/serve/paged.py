@@ -18,6 +18,8 @@ Letters: T tokens, S sequences, L keys, H query heads, G key/value heads, K head
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,7 @@ from modelworks.serve.kv_cache import KVCache
 
 # Keys gathered at once, on a CPU and elsewhere: beyond this, more calls are cheaper than memory that fits no cache.
 GATHERED_KEYS = 1 << 15, 1 << 20
+_NOTED_ROWS = 64
 _PADDING = 1.5  # at most so many times the keys that are there, before tables of like lengths are put together
 
 
@@ -38,7 +41,9 @@ class PagedContext:
     """The context of one step. The batch's rows are one: tokens (1, T).
 
     key_of_query: int64 (H,), the key/value head that each query head uses, where they do not come in equal groups.
-    batch_invariant: where blocks divide KEYS.
+    batch_invariant: where blocks divide KEYS. observed: of how many of each sequence's last tokens the attention is
+    noted, empty for none. Then `mass`, float32 (S, widest), is the weight that falls on each block of a table, summed
+    over these tokens, query heads and layers.
     """
 
     dropout: DropoutKey | None = None
@@ -51,7 +56,9 @@ class PagedContext:
         key_of_query: Tensor | None = None,
         *,
         batch_invariant: bool = False,
+        observed: Sequence[int] = (),
     ) -> None:
+        self._observed = observed
         self._cache, self._batch, self._key_of_query = cache, batch, key_of_query
         self._rows = ROWS if batch_invariant else 1
         self._tile = KEYS // cache.block_size if batch_invariant else 1  # blocks that are gathered at least, together
@@ -60,6 +67,7 @@ class PagedContext:
         """Indices and masks of all layers, and blocks that begin emptied."""
         cache, batch = self._cache, self._batch
         self._slots = batch.slots.to(device)
+        self.mass = torch.zeros(batch.tables.shape, dtype=torch.float32, device=device)
         if len(begun := _begun(batch.slots, cache.block_size)):
             cache.clear(begun.to(device))
         starts, lengths = batch.starts.long(), batch.lengths.long()
@@ -70,20 +78,11 @@ class PagedContext:
         last = (lengths - 1) // cache.block_size
         most = GATHERED_KEYS[device.type != "cpu"] // cache.block_size
         self._singles = [
-            self._single(
-                starts[group],
-                lengths[group],
-                seen[group],
-                first[group],
-                last[group],
-                batch.tables[group],
-                dtype,
-                device,
-            )
+            self._single(group, starts[group], lengths[group], seen[group], first[group], last[group], dtype, device)
             for group in (one[part] for part in _groups((last - first + 1)[one], most))
         ]
         self._chunks = [
-            self._chunk(int(starts[s]), int(counts[s]), int(lengths[s]), batch.tables[s], window, dtype, device)
+            self._chunk(s, int(starts[s]), int(counts[s]), int(lengths[s]), window, dtype, device)
             for s in (counts > 1).nonzero().flatten().tolist()
         ]
 
@@ -114,16 +113,39 @@ class PagedContext:
             q_HTK = self._filled_up(q_THK[None, part].transpose(1, 2))
             out_HTK = grouped_attention(q_HTK, k_LGK.transpose(1, 2), v_LGK.transpose(1, 2), chunk.mask)
             out_THK[part] = out_HTK[0, :, : chunk.stop - chunk.start].transpose(0, 1)
+            if self._observed and self._observed[chunk.sequence]:
+                self._note_chunk(q_THK[part], k_LGK[0], chunk)
         return out_THK[None]
 
     def _attend_single(self, layer: int, q_SHK: Tensor, single: _Single) -> Tensor:
         k_SLGK, v_SLGK = self._read(layer, single.blocks)
         k_SGLK, v_SGLK = k_SLGK.transpose(1, 2), v_SLGK.transpose(1, 2)
+        if self._observed:
+            n = torch.arange(single.blocks.shape[1], device=q_SHK.device)
+            weights_SL = _weights(q_SHK[:, :, None], k_SGLK, single.mask).sum((1, 2))
+            places = (single.first[:, None] + n).clamp(max=self.mass.shape[1] - 1)  # padding has no weight
+            by_block = weights_SL.view(*single.blocks.shape, -1).sum(-1) * single.observed[:, None]
+            self.mass.index_put_((single.sequences[:, None], places), by_block, accumulate=True)
         if self._rows == 1:
             return attend_one(q_SHK[:, :, None], k_SGLK, v_SGLK, single.mask)[:, :, 0]
         q_SGQK = q_SHK.view(len(q_SHK), k_SGLK.shape[1], -1, q_SHK.shape[-1])
         out_SGQK = grouped_attention(self._filled_up(q_SGQK), k_SGLK, v_SGLK, single.mask)
         return out_SGQK[:, :, : q_SGQK.shape[2]].flatten(1, 2)
+
+    def _note_chunk(self, q_THK: Tensor, k_LGK: Tensor, chunk: _Chunk) -> None:
+        n = self._observed[chunk.sequence]
+        mask = chunk.mask
+        if mask is None:  # causal over these tokens alone
+            query = torch.arange(len(q_THK) - n, len(q_THK), device=q_THK.device)[:, None]
+            mask = additive(torch.arange(len(q_THK), device=q_THK.device) <= query, q_THK.dtype)
+        else:
+            mask = mask[len(q_THK) - n : len(q_THK)]
+        for rows in torch.split(torch.arange(n), _NOTED_ROWS):  # few at a time: weights are (H, rows, L)
+            q_HTK = q_THK[len(q_THK) - n :][rows].transpose(0, 1)[None]
+            weights_L = _weights(q_HTK, k_LGK.transpose(0, 1)[None], mask[rows])[0].sum((0, 1))
+            weights_L = F.pad(weights_L, (0, -len(weights_L) % self._cache.block_size))
+            by_block = weights_L.view(-1, self._cache.block_size).sum(-1)[: self.mass.shape[1] - chunk.first]
+            self.mass[chunk.sequence, chunk.first : chunk.first + len(by_block)] += by_block
 
     def _filled_up(self, q: Tensor) -> Tensor:
         """(..., rows, K) with as many rows as a batch-invariant product needs, zeros."""
@@ -140,12 +162,12 @@ class PagedContext:
 
     def _single(
         self,
+        sequences: Tensor,
         tokens: Tensor,
         lengths: Tensor,
         seen: Tensor,
         first: Tensor,
         last: Tensor,
-        tables: Tensor,
         dtype: torch.dtype,
         device: torch.device,
     ) -> _Single:
@@ -153,19 +175,21 @@ class PagedContext:
         `first` to `last` of their tables."""
         size = self._cache.block_size
         place = first[:, None] + torch.arange(_up(int((last - first).max()) + 1, self._tile))
-        blocks = tables.long().gather(1, place.minimum(last[:, None]))
+        blocks = self._batch.tables[sequences].long().gather(1, place.minimum(last[:, None]))
         key = (place[:, :, None] * size + torch.arange(size)).flatten(1)
         visible = (key < lengths[:, None]) & (key >= (lengths - seen)[:, None])
         mask = None if bool(visible.all()) else additive(visible, dtype)[:, None, None].to(device)
         in_order = bool((tokens == torch.arange(len(tokens))).all())
-        return _Single(tokens.to(device), blocks.to(device), mask, in_order)
+        observed = torch.tensor(self._observed or [0] * self._batch.n_sequences, dtype=torch.float32)[sequences]
+        sequences, tokens, observed = sequences.to(device), tokens.to(device), observed.to(device)
+        return _Single(sequences, tokens, observed, first.to(device), blocks.to(device), mask, in_order)
 
     def _chunk(
         self,
+        sequence: int,
         start: int,
         count: int,
         length: int,
-        table: Tensor,
         window: int | None,
         dtype: torch.dtype,
         device: torch.device,
@@ -175,23 +199,27 @@ class PagedContext:
         if window is not None and window >= length:
             window = None
         if past == 0 and window is None and self._cache.exact and self._tile == 1:
-            return _Chunk(start, start + count, None, None)
+            return _Chunk(sequence, start, start + count, 0, None, None)
         first = 0 if window is None else max(0, past + 1 - window) // size // self._tile * self._tile
         last = (length - 1) // size
         place = torch.arange(first, first + _up(last + 1 - first, self._tile)).clamp(max=last)
-        blocks = table.long()[None, place]
+        blocks = self._batch.tables[sequence].long()[None, place]
         query = torch.arange(past, past + _up(count, self._rows))[:, None]
         key = torch.arange(first * size, (first + blocks.shape[1]) * size)
         visible = key <= query if window is None else (key <= query) & (key > query - window)
-        return _Chunk(start, start + count, blocks.to(device), additive(visible, dtype).to(device))
+        return _Chunk(sequence, start, start + count, first, blocks.to(device), additive(visible, dtype).to(device))
 
 
 @dataclass(frozen=True)
 class _Single:
-    """tokens: int64 (S,), in the batch. blocks: int64 (S, width). mask: (S, 1, 1, L), None where all is seen. in_order:
+    """sequences, tokens: int64 (S,), in the batch. observed: float32 (S,), 1 or 0. first: int64 (S,), the place of each
+    one's first block in its table. blocks: int64 (S, width). mask: (S, 1, 1, L), None where all is seen. in_order:
     these are the batch's first tokens."""
 
+    sequences: Tensor
     tokens: Tensor
+    observed: Tensor
+    first: Tensor
     blocks: Tensor
     mask: Tensor | None
     in_order: bool
@@ -199,13 +227,23 @@ class _Single:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Tokens start to stop of the batch. blocks: int64 (1, width), None where the new keys are all there are. mask: (T,
-    L), None where it is causal."""
+    """Tokens start to stop of the batch. blocks: int64 (1, width), those from place `first` of the table, None where
+    the new keys are all there are. mask: (T, L), None where it is causal."""
 
+    sequence: int
     start: int
     stop: int
+    first: int
     blocks: Tensor | None
     mask: Tensor | None
+
+
+def _weights(q_BHTK: Tensor, k_BGLK: Tensor, mask: Tensor | None) -> Tensor:
+    """The weights of attention, float32 (B, H, T, L)."""
+    B, H, T, K = q_BHTK.shape
+    q_BGQK = q_BHTK.reshape(B, k_BGLK.shape[1], -1, K)  # the heads of a group, each with its tokens
+    scores = (q_BGQK @ k_BGLK.transpose(2, 3)).reshape(B, H, T, -1) / math.sqrt(K)
+    return (scores if mask is None else scores + mask).softmax(-1, dtype=torch.float32)
 
 
 def _up(number: int, multiple: int) -> int:

@@ -24,6 +24,7 @@ with `append`; or `fork`s it before that, or `finish`es it. Those that were abor
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 
@@ -128,10 +129,27 @@ class Scheduler:
             raise ValueError(f"{parent.id} cannot be forked into {child.id}: it does not run, or their tokens differ")
         self.pool.share(parent.blocks)
         child.blocks, child.n_computed = list(parent.blocks), parent.n_computed
+        child.n_evicted = parent.n_evicted
         child.n_remembered, child.order, child.arrived = parent.n_remembered, parent.order, parent.arrived
         parent.width, child.width = max(parent.width - 1, 1), 1
         child.status = Status.RUNNING
         self.running.append(child)
+
+    def evict(self, sequence: Sequence, places: Collection[int]) -> None:
+        """A running sequence gives back full blocks, by their places in its table, and sees their keys no more.
+
+        What it computes from now on depends on that, so it leaves the index: none of it will be found by others. Where
+        it is thrown out later, all of it is computed again.
+        """
+        if sequence.status is not Status.RUNNING or not places:
+            return
+        n_full = sequence.n_computed // self.pool.block_size - sequence.n_evicted
+        if not all(0 <= place < n_full for place in places):
+            raise ValueError(f"places {sorted(places)} of {sequence.id} cannot be evicted: {n_full} blocks are full")
+        gone = set(places)
+        self.pool.release([sequence.blocks[place] for place in sorted(gone)])
+        sequence.blocks = [block for place, block in enumerate(sequence.blocks) if place not in gone]
+        sequence.n_evicted += len(gone)
 
     def finish(self, sequence: Sequence) -> None:
         """It ends, in whatever state it is; ending twice is ending once."""
@@ -195,7 +213,7 @@ class Scheduler:
     def _has_room(self, sequence: Sequence, step: Step) -> bool:
         """Whether the sequence can write its last token: into a block of its own. Others give theirs up for it, itself
         at last."""
-        place = (sequence.n_tokens - 1) // self.pool.block_size
+        place = (sequence.n_tokens - 1) // self.pool.block_size - sequence.n_evicted
         if place < len(sequence.blocks) and self.pool.references(sequence.blocks[place]) == 1:
             return True
         while not self.pool.n_free:
@@ -228,7 +246,7 @@ class Scheduler:
         """The one way in which a sequence's blocks are released."""
         self.pool.release(sequence.blocks)
         sequence.blocks = []
-        sequence.n_computed = sequence.n_remembered = 0
+        sequence.n_computed = sequence.n_remembered = sequence.n_evicted = 0
 
     def _found(self, sequence: Sequence) -> list[int]:
         """Blocks of its prefix that are known, never all of its tokens: the last one's logits are wanted."""
@@ -238,7 +256,7 @@ class Scheduler:
 
     def _remember(self, sequence: Sequence) -> None:
         full = sequence.n_computed // self.pool.block_size
-        if sequence.reuses_prefix and full > sequence.n_remembered:
+        if sequence.reuses_prefix and not sequence.n_evicted and full > sequence.n_remembered:
             keys: Sequence_[bytes] = sequence.keys.upto(sequence.tokens, full)
             for place in range(sequence.n_remembered, full):
                 self.pool.remember(sequence.blocks[place], keys[place])

@@ -46,6 +46,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     n_preempted: int = 0
     n_remembered: int = 0  # full blocks that the index was told of
+    n_evicted: int = 0  # full blocks given back, whose keys it sees no more; `blocks` are those that are left
     order: int = 0  # of admission to the queue: breaks ties, first come first served
 
     @property

@@ -65,27 +65,40 @@ class TorchExecutor:
                 raise UserError(f"batch_invariant: only on a CPU, and the model is on {weight.device.type}")
             if KEYS % block_size:
                 raise UserError(f"block_size: got {block_size}, expected a divisor of {KEYS} with batch_invariant")
-            check_products(model)
+            check_products(lambda: self._run(_one_token(), ()))
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._cache.copy_blocks(pairs)
 
-    @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> Tensor:
+        return self.run_observed(batch, ())[0]
+
+    @torch.inference_mode()
+    def run_observed(self, batch: RaggedBatch, observed: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Logits as of `run`, and float32 (S, widest): what share of their attention the last tokens of each sequence
+        give to each block of its table, summed over these tokens and averaged over heads and layers. observed: how many
+        of each sequence's tokens in this step that are; or empty, for zeros."""
         parts = [batch] if self._of_one_rotation(batch) else batch.alone()
         with InvariantProducts() if self._batch_invariant else nullcontext():
-            return torch.cat([self._run(part) for part in parts])
+            if len(parts) == 1:
+                return self._run(batch, observed)
+            of_each = [[count] for count in observed] or [[]] * len(parts)
+            results = [self._run(part, count) for part, count in zip(parts, of_each, strict=True)]
+        return torch.cat([logits for logits, _ in results]), torch.cat([mass for _, mass in results])
 
     def close(self) -> None:
         self._cache.close()
 
-    def _run(self, batch: RaggedBatch) -> Tensor:
+    def _run(self, batch: RaggedBatch, observed: Sequence[int]) -> tuple[Tensor, Tensor]:
         tokens, positions = batch.tokens.to(self.device), batch.positions.to(self.device)
-        context = PagedContext(self._cache, batch, self._key_of_query, batch_invariant=self._batch_invariant)
+        context = PagedContext(
+            self._cache, batch, self._key_of_query, batch_invariant=self._batch_invariant, observed=observed
+        )
         hidden = self._model(tokens[None], positions[None], context)
         logits = self._model.logits(hidden[0].index_select(0, batch.wanted.to(self.device)))
-        return logits.to(torch.float32).cpu()
+        mass = context.mass.cpu() / (self.config.n_layers * self.config.n_heads)
+        return logits.to(torch.float32).cpu(), mass
 
     def _of_one_rotation(self, batch: RaggedBatch) -> bool:
         """Whether the sequences share the frequencies of their rotation: the `dynamic` scaling's depend on the longest
@@ -94,3 +107,10 @@ class TorchExecutor:
         if scaling is None or scaling.type != "dynamic":
             return True
         return int(batch.positions.max()) < (scaling.original_max_seq_len or self.config.max_seq_len)
+
+
+def _one_token() -> RaggedBatch:
+    """Into the first slot of block 0, which nobody holds yet."""
+    zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+    starts, tables = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    return RaggedBatch(tokens=zero, positions=zero, slots=zero, starts=starts, lengths=one, tables=tables, wanted=zero)
