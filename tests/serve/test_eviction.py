@@ -148,16 +148,19 @@ def test_blocks_are_conserved_and_what_came_after_is_not_found(seed: int, n_bloc
             assert batch.slots[batch.starts[s + 1] - 1] == last
             assert scheduler.pool.references(last // size) == 1
         scheduler.computed(step)
-        for sequence in [work.sequence for work in step.work if work.samples]:
+        for sequence in [work.sequence for work in step.work]:
             if not sequence.n_evicted:
-                true_prefixes.update(sequence.keys.upto(sequence.tokens, sequence.n_computed // size))
+                keys = PrefixKeys(ROOT, size)
+                true_prefixes.update(keys.upto(sequence.tokens, sequence.n_computed // size))
+        for sequence in [work.sequence for work in step.work if work.samples]:
             n_full = sequence.n_computed // size - sequence.n_evicted
             if n_full and draw.random() < 0.3:
                 places = draw.sample(range(n_full), draw.randint(1, n_full))
                 n_evicted += len(places)
                 scheduler.evict(sequence, places)
             if draw.random() < 0.2 and sequence.n_tokens + 1 < sequence.max_tokens:
-                child = Sequence(f"{sequence.id}.{turn}", list(sequence.tokens), 1, sequence.max_tokens, sequence.keys)
+                name, keys = f"{sequence.id}.{turn}", PrefixKeys(ROOT, size)
+                child = Sequence(name, list(sequence.tokens), 1, sequence.max_tokens, keys)
                 scheduler.fork(sequence, child)
                 scheduler.append(child, 1)
                 alive.append(child)
