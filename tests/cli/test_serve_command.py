@@ -114,10 +114,34 @@ def test_a_prefix_that_is_cached_is_told(server: Running) -> None:
     assert hot["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
+@pytest.mark.slow
+def test_two_ranks_answer_alike_and_the_death_of_one_is_told(server: Running, model: Path) -> None:
+    body = {"prompt": "the cat", "max_tokens": 20, "temperature": 0}
+    expected = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=30).json()["choices"][0]["text"]
+    split = start(model, "--tp", "2", "--max-model-len", "96")
+    try:
+        with httpx2.Client(base_url=split.url, timeout=60) as http:
+            assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected
+            (rank,) = psutil.Process(split.ready["engine_pid"]).children()
+            rank.kill()
+            lost = http.post("/v1/completions", json=body)
+            assert lost.status_code == 500
+            assert "rank 1 was killed" in lost.json()["error"]["message"]
+            while (health := http.get("/health").json())["engine"] == "running":
+                assert split.process.poll() is None
+            assert "rank 1 was killed" in health["error"]
+    finally:
+        split.process.terminate()
+        split.process.wait(30)
+        assert split.process.stdout is not None
+        split.process.stdout.close()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--port", "70000"], "--port"),
+        (["--tp", "0"], "--tp"),
         (["--dtype", "bf61"], "did you mean `bf16`"),
         (["--kv-cache", "much"], "--kv-cache"),
         (["--grace", "-1"], "grace"),

@@ -41,6 +41,9 @@ def command(
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="Of the weights: auto, fp32, bf16 or fp16.")] = "auto",
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    tp: Annotated[
+        int, typer.Option("--tp", help="Processes that share the model by tensor parallelism; heads need not divide.")
+    ] = 1,
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", help="Tokens of prompt and answer; default: what fits.")
     ] = None,
@@ -103,6 +106,8 @@ def command(
     from modelworks.serve.options import EngineOptions
     from modelworks.serve.start import ModelStart
 
+    if tp < 1:
+        raise UserError(f"--tp: got {tp}, expected a whole number >= 1")
     check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
     check_choice("--device", device, ("auto", "cpu", "cuda"))
     server = ServerOptions(
@@ -129,7 +134,7 @@ def command(
         batch_invariant=batch_invariant,
         **values,
     )
-    start = ModelStart(model, name or served_name(model), dtype, device, recommended, options)
+    start = ModelStart(model, name or served_name(model), dtype, device, recommended, tp, options)
     bound = bind(host, port)  # before the model is loaded, which takes time
     if log_requests:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")

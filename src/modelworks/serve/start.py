@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 class ModelStart:
     """path: all that `load_model` reads. name: under which requests ask for it. dtype: fp32, bf16, fp16, or auto (bf16
     on CUDA, fp32 on CPU). device: cpu, cuda or auto. recommended: whether requests that name no sampling parameters
-    get those that the model's authors recommend."""
+    get those that the model's authors recommend. tp: processes that share the model, this one included."""
 
     path: str
     name: str
     dtype: str = "auto"
     device: str = "auto"
     recommended: bool = True
+    tp: int = 1
     options: EngineOptions = field(default_factory=EngineOptions)
 
     def __call__(self) -> tuple[Engine, ServedModel]:
@@ -35,6 +36,7 @@ class ModelStart:
 
         from modelworks.checkpoint import generation_defaults, load_model
         from modelworks.serve.engine import Engine
+        from modelworks.serve.tensor_parallel.processes import model_on_ranks
 
         device = self.device
         if device == "auto":
@@ -43,7 +45,11 @@ class ModelStart:
             raise UserError("--device: got 'cuda', but this machine has no usable CUDA device; leave it out or use cpu")
         name = ("bf16" if device == "cuda" else "fp32") if self.dtype == "auto" else self.dtype
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-        loaded = load_model(self.path, dtype=dtype, device=device)
+        loaded = (
+            load_model(self.path, dtype=dtype, device=device)
+            if self.tp == 1
+            else model_on_ranks(self.path, self.tp, dtype=dtype, device=device)
+        )
         if loaded.tokenizer is None:
             raise UserError(f"{loaded.source} has no tokeniser, so it cannot read prompts; nothing can be served")
         engine = Engine(loaded, self.options)
