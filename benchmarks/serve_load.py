@@ -46,7 +46,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=900.0)
     parser.add_argument("--calibrate", type=float, default=30.0)
     parser.add_argument("--factor", type=float, default=1.5)
-    parser.add_argument("--serve", default="--dtype bf16 --max-model-len 2048 --max-waiting 64", help="further options")
+    parser.add_argument(
+        "--serve",
+        default="--dtype bf16 --max-model-len 2048 --kv-cache 512MiB --max-waiting 64",
+        help="further options",
+    )
     parser.add_argument("--no-results", action="store_true")
     arguments = parser.parse_args()
     with serving(arguments.model or smollm2(), arguments.serve.split()) as server:
