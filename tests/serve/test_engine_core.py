@@ -218,6 +218,15 @@ def test_a_step_that_fails_ends_all_clearly_and_the_engine_goes_on() -> None:
     assert tokens_of(engine, [5, 6]) == [greedy([5, 6], 8, [EOS])]
 
 
+def test_deltas_say_how_long_their_request_waited() -> None:
+    engine = core()
+    engine.submit(Request("a", [1, 2, 3], SamplingParams(max_tokens=2)))
+    engine._clock.now = 3.0  # type: ignore[attr-defined]
+    first = engine.step()
+    engine._clock.now = 8.0  # type: ignore[attr-defined]
+    assert [delta.queued_s for delta in [*first, *engine.step()]] == [3.0, 3.0]
+
+
 def test_a_deadline_ends_a_request_that_runs_and_one_that_waits() -> None:
     engine = core(max_running=1)
     collected = {}

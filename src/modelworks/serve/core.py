@@ -81,7 +81,7 @@ class EngineCore:
         self._progress = Progress(self._scheduler)
         self._n_prompt = self._n_queries = self._n_hits = self._n_generated = 0
         self._n_steps = self._n_failed_steps = self._step_tokens = 0
-        self._step_seconds = 0.0
+        self._step_seconds = self._started = 0.0
         self._broken: ExecutorBroken | None = None
         self._closed = False
 
@@ -169,7 +169,7 @@ class EngineCore:
         """
         if self._broken is not None:
             raise self._broken
-        started = self._clock()
+        self._started = started = self._clock()
         step = self._scheduler.schedule(started)
         for sequence in step.expired:
             if (branch := self._progress.branches.get(sequence)) is not None:
@@ -287,7 +287,7 @@ class EngineCore:
 
     def _begun(self, group: Group, n_cached: int) -> None:
         """The first tokens of a request were computed."""
-        group.n_cached = n_cached
+        group.n_cached, group.queued_s = n_cached, self._started - group.branches[0].sequence.arrived
         self._n_prompt += group.n_prompt
         if group.branches[0].sequence.reuses_prefix:
             self._n_queries += group.n_prompt

@@ -51,6 +51,7 @@ class Group:
         self._stop_ids = frozenset(params.stop_token_ids)
         self.branches: list[Branch] = []
         self.n_cached = -1  # until its prompt is begun
+        self.queued_s = 0.0
         self.prompt_logprobs: list[TokenLogprob | None] | None = [None] if params.prompt_logprobs is not None else None
         self.search = self._begin_search() if params.beams is not None else None
         self._held = self.search is not None or (params.best_of or params.n) > params.n
@@ -181,6 +182,7 @@ class Group:
             cumulative_logprob,
             scores,
             self._n_open == 0,
+            self.queued_s,
         )
 
     def _best_branches(self, otherwise: FinishReason) -> list[Delta]:

@@ -53,7 +53,7 @@ class Delta:
     found in the cache. cumulative_logprob: with the finish_reason, of all its tokens, where logprobs were asked for or
     it is the best of several; a beam's score is that over its length to the power of the length penalty.
     prompt_logprobs: with the first delta of completion 0, one for each token of the prompt; the first token has none.
-    last: nothing more comes for this request.
+    last: nothing more comes for this request. queued_s: seconds that it waited until its prompt was begun.
     """
 
     request_id: str
@@ -69,6 +69,7 @@ class Delta:
     cumulative_logprob: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     last: bool = False
+    queued_s: float = 0.0
 
 
 @dataclass

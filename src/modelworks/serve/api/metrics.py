@@ -133,6 +133,7 @@ class Followed:
         self._metrics, self._request = metrics, request
         self.arrived = time.monotonic()
         self._first: float | None = None
+        self._queued = 0.0  # seconds until its prompt was begun
         self._last: dict[int, float] = {}  # of each completion, when its last token came
         self.n_tokens: dict[int, int] = {}
         self._reason = "abort"  # unless it is told otherwise
@@ -142,7 +143,7 @@ class Followed:
         now, metrics = time.monotonic(), self._metrics
         if delta.token_ids:
             if self._first is None:
-                self._first = now
+                self._first, self._queued = now, delta.queued_s
                 metrics._first_token.observe(now - self.arrived)
             if (before := self._last.get(delta.index)) is not None:
                 for histogram in metrics._between:
@@ -178,6 +179,10 @@ class Followed:
         metrics._latencies["e2e_request_latency_seconds"].observe(now - self.arrived)
         if self._first is not None:
             decoding = max(self._last.values()) - self._first
+            begun = min(self.arrived + self._queued, self._first)
+            metrics._latencies["request_queue_time_seconds"].observe(begun - self.arrived)
+            metrics._latencies["request_prefill_time_seconds"].observe(self._first - begun)
+            metrics._latencies["request_inference_time_seconds"].observe(now - begun)
             metrics._latencies["request_decode_time_seconds"].observe(decoding)
             if max(generated) > 1:
                 metrics._per_token.observe(decoding / (max(generated) - 1))
