@@ -16,8 +16,11 @@ from modelworks.config import UserError
 from modelworks.models import Transformer, additive, grouped_attention
 from modelworks.serve.batch import BatchBuilder
 from modelworks.serve.blocks import BlockPool
+from modelworks.serve.engine import Engine
 from modelworks.serve.eviction import Evictor, HeavyHitters, Policy, SinksAndWindow, SnapKV, Table
 from modelworks.serve.executor import build_executor
+from modelworks.serve.options import EngineOptions
+from modelworks.serve.params import SamplingParams
 from modelworks.serve.prefix import PrefixKeys, tag
 from modelworks.serve.scheduler import Scheduler
 from modelworks.serve.sequence import Sequence, Status
@@ -195,3 +198,28 @@ def test_what_cannot_be_evicted_is_refused() -> None:
     ):
         with pytest.raises(UserError, match="expected"):
             wrong()
+
+
+def test_an_engine_forgets_and_gives_every_block_back() -> None:
+    """What is never reached is never forgotten; what is, frees blocks while the sequence runs."""
+    model, completions = model_of(torch.float32), []
+    prompt = [n % 61 for n in range(40)]
+    for eviction in (
+        None,
+        SinksAndWindow(window=999),
+        HeavyHitters(budget=24, recent=8),
+        SnapKV(budget=16, observed=8),
+    ):
+        options = EngineOptions(
+            kv_cache_bytes=100_000, block_size=4, token_budget=32, max_running=4, native="off", eviction=eviction
+        )
+        with Engine(model, options) as engine:
+            params = SamplingParams(temperature=0.0, max_tokens=20)
+            completions.append(engine.generate([prompt, prompt[:5]], params))
+            assert engine.problems() == []
+    texts = [[output.completions[0].token_ids for output in each] for each in completions]
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[2][0]
+    assert all(len(each[0]) == 20 for each in texts)
+    with pytest.raises(UserError, match="expected a policy"):
+        EngineOptions(eviction="window")  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from modelworks.data import StreamDecoder
 from modelworks.serve.admission import check_request
 from modelworks.serve.batch import BatchBuilder
 from modelworks.serve.blocks import BlockPool
+from modelworks.serve.eviction import Evictor
 from modelworks.serve.executor import Executor, ExecutorBroken
 from modelworks.serve.group import Branch, Group
 from modelworks.serve.options import EngineOptions
@@ -75,6 +76,7 @@ class EngineCore:
             max_running=options.max_running,
             reserve=options.reserve,
         )
+        self._evictor = None if options.eviction is None else Evictor(options.eviction, self._scheduler, executor)
         self._builder = BatchBuilder(executor.block_size)
         self._sampler = Sampler(self.vocab_size, tokenizer)
         self._seeds = random.Random(options.seed)
@@ -215,8 +217,11 @@ class EngineCore:
             scored = self._scored(step)
             if step.copies:
                 self.executor.copy_blocks(step.copies)
-            logits = self.executor.run(self._builder.build(step, every_token=scored))
+            batch = self._builder.build(step, every_token=scored)
+            logits = self.executor.run(batch) if self._evictor is None else self._evictor.run(step, batch)
             self._scheduler.computed(step)
+            if self._evictor is not None:
+                self._evictor.evict(step)
             self._advance(step, logits, scored)
         except Exception as error:
             logging.getLogger(__name__).exception("a step of %d tokens failed", step.n_tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelworks.config import UserError, nearest
+from modelworks.serve.eviction.policies import Policy
 
 KvDtype = Literal["auto", "fp32", "bf16", "int8", "fp8"]
 Native = Literal["auto", "on", "off"]
@@ -25,7 +26,8 @@ class EngineOptions:
     priority. deadline_s: seconds within which a request ends that names no deadline; None is never.
     batch_invariant: a request's tokens do not depend on what else runs, bit by bit. native: whether our compiled
     kernels compute the steps on a CPU ("on" fails where they cannot). reserve: share of the cache that admission leaves
-    free for those who run. seed: of the seeds of requests that name none."""
+    free for those who run. seed: of the seeds of requests that name none. eviction: what long contexts forget (see
+    `modelworks.serve.eviction`); None is nothing."""
 
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
@@ -43,6 +45,7 @@ class EngineOptions:
     native: Native = "auto"
     reserve: float = 0.02
     seed: int = 0
+    eviction: Policy | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "token_budget", "max_running", "max_waiting", "max_waiting_tokens"):
@@ -59,6 +62,8 @@ class EngineOptions:
             _between("deadline_s", self.deadline_s, 0.0, math.inf, low_too=False)
         _choice("kv_dtype", self.kv_dtype, _KV_DTYPES)
         _choice("native", self.native, _NATIVE)
+        if self.eviction is not None and not isinstance(self.eviction, Policy):
+            raise UserError(f"eviction: got {self.eviction!r}, expected a policy such as SinksAndWindow(), or None")
         for name in ("prefix_cache", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}: got {getattr(self, name)!r}, expected true or false")

@@ -1,10 +1,31 @@
-"""Forgetting keys of long contexts, by whole blocks: policies, and `Evictor`, which carries out what they decide."""
+"""Forgetting keys of long contexts, by whole blocks: policies, and `Evictor`, which carries out what they decide.
+
+Names are loaded on first use: policies need no torch.
+"""
 
 from __future__ import annotations
 
-from modelworks.serve.eviction.evictor import Evictor as Evictor
-from modelworks.serve.eviction.policies import HeavyHitters as HeavyHitters
-from modelworks.serve.eviction.policies import Policy as Policy
-from modelworks.serve.eviction.policies import SinksAndWindow as SinksAndWindow
-from modelworks.serve.eviction.policies import SnapKV as SnapKV
-from modelworks.serve.eviction.policies import Table as Table
+from typing import TYPE_CHECKING
+
+from modelworks.lazy_names import lazily
+
+if TYPE_CHECKING:
+    from modelworks.serve.eviction.evictor import Evictor as Evictor
+    from modelworks.serve.eviction.policies import HeavyHitters as HeavyHitters
+    from modelworks.serve.eviction.policies import Policy as Policy
+    from modelworks.serve.eviction.policies import SinksAndWindow as SinksAndWindow
+    from modelworks.serve.eviction.policies import SnapKV as SnapKV
+    from modelworks.serve.eviction.policies import Table as Table
+
+_HOME = {
+    "Evictor": "evictor",
+    "HeavyHitters": "policies",
+    "Policy": "policies",
+    "SinksAndWindow": "policies",
+    "SnapKV": "policies",
+    "Table": "policies",
+}
+
+__all__ = sorted(_HOME)
+
+__getattr__ = lazily(__name__, _HOME)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from modelworks.config import UserError
 
@@ -36,6 +36,7 @@ class Table:
         return self.n_keys // self.block_size
 
 
+@runtime_checkable
 class Policy(Protocol):
     """watches: whether the policy decides by attention, so that an executor must show it."""
 
