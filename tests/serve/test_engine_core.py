@@ -97,6 +97,37 @@ def test_cold_and_hot_are_the_same_at_every_length(length: int) -> None:
     assert engine.stats().n_prefix_hits == (length - 1) // 4 * 4
 
 
+def test_a_long_prompt_makes_steps_at_most_twice_as_long() -> None:
+    """On an executor that takes 20 ms a step and 1 ms a token."""
+
+    class Timed(TokenCache):
+        def run(self, batch: Any) -> Any:
+            clock.now += 0.02 + 0.001 * batch.n_tokens
+            return super().run(batch)
+
+    clock = Clock()
+    longest = {}
+    for stall in (2.0, None):
+        options = EngineOptions(block_size=4, token_budget=256, max_running=8, stall=stall)
+        engine = EngineCore(Timed(400), options, max_model_len=1000, clock=clock)
+        for n in range(4):
+            engine.submit(Request(str(n), [5 + n] * 20, replace(GREEDY, max_tokens=200)))
+        for _ in range(20):
+            engine.step()
+        decoding = engine.stats().step_seconds
+        engine.submit(Request("long", [7] * 600, replace(GREEDY, max_tokens=1)))
+        engine.submit(Request("short", [9] * 100, replace(GREEDY, max_tokens=1)))
+        times, ended = [], {}
+        while "long" not in ended:
+            ended |= {delta.request_id: len(times) for delta in engine.step() if delta.last}
+            times.append(engine.stats().step_seconds / decoding)
+        if stall is not None:
+            assert ended["short"] == 0, "a short one does not wait"
+        longest[stall] = max(times[1:])
+    assert longest[2.0] <= 2.2
+    assert longest[None] > 5
+
+
 def test_completions_of_a_request_share_its_prompt_and_differ() -> None:
     engine, prompt = core(), list(range(4, 14))
     params = SamplingParams(n=4, seed=5, max_tokens=6, ignore_eos=True)

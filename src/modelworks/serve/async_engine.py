@@ -37,7 +37,7 @@ class AsyncEngine:
         self._at_rest: list[Future[None]] = []  # the thread's own: who waits until nothing is in progress
         self._closing = self._draining = False
         self._lock = threading.Lock()  # of `_ended`: nothing is asked of a thread that will not look any more
-        self._ended = False
+        self._ended, self._why_ended = False, "the engine is closed"
         self.heartbeat = time.monotonic()  # when the thread was last between two steps; of the monotonic clock
         self._thread = threading.Thread(target=self._loop, name="modelworks-engine", daemon=True)
         self._thread.start()
@@ -119,7 +119,7 @@ class AsyncEngine:
 
         with self._lock:
             if self._ended:
-                future.set_exception(UserError("the engine is closed"))
+                future.set_exception(UserError(self._why_ended))
             else:
                 self._asked.put(run)
         return future
@@ -134,12 +134,15 @@ class AsyncEngine:
                     self._deliver(engine.step())
                 elif self._at_rest:
                     self._tell_of_rest()
-            engine.close()
-            self._deliver(engine.step())
-        except Exception as error:  # a defect: the streams must not wait for ever
+        except Exception as error:  # the streams must not wait for ever
             logging.getLogger(__name__).exception("the engine's loop ended")
+            self._why_ended = f"the engine has ended: {error}"
             for loop, inbox in self._inboxes.values():
                 _tell(loop, partial(inbox.put_nowait, error))
+            engine.close()
+        else:
+            engine.close()
+            self._deliver(engine.step())
         finally:
             with self._lock:
                 self._ended = True

@@ -32,6 +32,7 @@ from modelworks.serve.eviction import Evictor
 from modelworks.serve.executor import Executor, ExecutorBroken
 from modelworks.serve.group import Branch, Group
 from modelworks.serve.options import EngineOptions
+from modelworks.serve.pace import Pace
 from modelworks.serve.prefix import PrefixKeys, tag
 from modelworks.serve.progress import Progress
 from modelworks.serve.request import Delta, Request
@@ -81,6 +82,7 @@ class EngineCore:
         self._sampler = Sampler(self.vocab_size, tokenizer)
         self._seeds = random.Random(options.seed)
         self._progress = Progress(self._scheduler)
+        self._pace = Pace(options.stall, options.token_budget)
         self._n_prompt = self._n_queries = self._n_hits = self._n_generated = 0
         self._n_steps = self._n_failed_steps = self._step_tokens = 0
         self._step_seconds = self._started = 0.0
@@ -172,6 +174,7 @@ class EngineCore:
         if self._broken is not None:
             raise self._broken
         self._started = started = self._clock()
+        self._scheduler.long_budget = self._pace.long_budget
         step = self._scheduler.schedule(started)
         for sequence in step.expired:
             if (branch := self._progress.branches.get(sequence)) is not None:
@@ -183,6 +186,7 @@ class EngineCore:
             self._compute(step)
             self._n_steps += 1
             self._step_tokens, self._step_seconds = step.n_tokens, self._clock() - started
+            self._pace.measured(step, self._step_seconds)
         return self._progress.told()
 
     def stats(self) -> EngineStats:

@@ -20,10 +20,11 @@ class EngineOptions:
     """max_model_len: tokens of prompt and completion together, at most; None is the model's own length, or, where the
     cache cannot hold that, what it can. kv_cache_bytes: size of the KV cache; None is what `memory_share` of the free
     memory leaves beside what a step takes. memory_share: None is 0.9 on a GPU and 0.5 on a CPU. block_size: tokens of a
-    block. token_budget: tokens of one step. max_running: sequences that run at once. kv_dtype: of the cache's keys and
-    values; "auto" is the model's. prefix_cache: whether requests share computed prefixes. max_waiting,
-    max_waiting_tokens: of the queue; what is over them is refused. ageing_s: seconds of waiting worth one step of
-    priority. deadline_s: seconds within which a request ends that names no deadline; None is never.
+    block. token_budget: tokens of one step. stall: how many times longer a step may take for the sake of long prompts,
+    while others decode (`serve.pace`); None is no bound but token_budget. max_running: sequences that run at once.
+    kv_dtype: of the cache's keys and values; "auto" is the model's. prefix_cache: whether requests share computed
+    prefixes. max_waiting, max_waiting_tokens: of the queue; what is over them is refused. ageing_s: seconds of waiting
+    worth one step of priority. deadline_s: seconds within which a request ends that names no deadline; None is never.
     batch_invariant: a request's tokens do not depend on what else runs, bit by bit. native: whether our compiled
     kernels compute the steps on a CPU ("on" fails where they cannot). reserve: share of the cache that admission leaves
     free for those who run. seed: of the seeds of requests that name none. eviction: what long contexts forget (see
@@ -34,6 +35,7 @@ class EngineOptions:
     memory_share: float | None = None
     block_size: int = 16
     token_budget: int = 512
+    stall: float | None = 2.0
     max_running: int = 64
     kv_dtype: KvDtype = "auto"
     prefix_cache: bool = True
@@ -58,6 +60,8 @@ class EngineOptions:
             _between("memory_share", self.memory_share, 0.0, 1.0, low_too=False)
         _between("reserve", self.reserve, 0.0, 0.5)
         _between("ageing_s", self.ageing_s, 0.0, math.inf, low_too=False)
+        if self.stall is not None:
+            _between("stall", self.stall, 1.0, math.inf, low_too=False)
         if self.deadline_s is not None:
             _between("deadline_s", self.deadline_s, 0.0, math.inf, low_too=False)
         _choice("kv_dtype", self.kv_dtype, _KV_DTYPES)

@@ -9,8 +9,10 @@ Every running sequence catches up from `n_computed` to `n_tokens` (`serve.sequen
     4. admit    and then to waiting ones, as long as all their blocks fit and a reserve stays free
     5. unblock  where that leaves nothing to compute, the least urgent running sequence gives way
 
-Decoding first bounds how long a long prompt delays others: by one chunk (Agrawal et al. 2024, 2403.02310). A sequence
-has blocks for all its tokens from its admission, so only decoding ever runs short of them.
+Decoding first bounds how long a long prompt delays others: by one chunk (Agrawal et al. 2024, 2403.02310). Where even
+that is long, beside what decoding takes, `long_budget` makes the chunks of long prompts smaller in steps that decode;
+short ones are still computed at once, for many small chunks would cost more than they spare anybody. A sequence has
+blocks for all its tokens from its admission, so only decoding ever runs short of them.
 
 Progress: the most urgent running sequence is always served. Whoever is admitted fits the pool alone (`submit` refuses
 others), it may take the blocks of all others, and its urgency grows while it waits. No thrash: nothing is admitted in a
@@ -31,6 +33,8 @@ from dataclasses import dataclass, field
 from modelworks.serve.blocks import BlockPool
 from modelworks.serve.sequence import Sequence, Status
 from modelworks.serve.waiting import WaitingQueue
+
+SHORT_PROMPT = 128  # tokens
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Scheduler:
         self.pool, self.waiting = pool, waiting
         self.token_budget, self.max_running = token_budget, max_running
         self.reserve = int(reserve * pool.n_blocks)
+        self.long_budget = token_budget  # of chunks of long prompts together, in a step that decodes
         self.running: list[Sequence] = []
         self.n_preempted = 0  # so far
         self.n_tokens_lost = 0  # computed, given up, and computed again
@@ -103,9 +108,10 @@ class Scheduler:
         self._expire(step, now)
         self.running.sort(key=lambda sequence: self.waiting.urgency(sequence, now))
         self._decode(step)
-        self._chunks(step)
+        budget = _Budget(self.token_budget - step.n_tokens, self.long_budget if step.work else self.token_budget)
+        self._chunks(step, budget)
         if not step.preempted:
-            self._admit(step, now)
+            self._admit(step, budget, now)
             self._unblock(step)
         return step
 
@@ -172,21 +178,17 @@ class Scheduler:
             if sequence.status is Status.RUNNING and sequence.n_pending == 1 and self._has_room(sequence, step):
                 step.work.append(Work(sequence, sequence.n_computed, 1))
 
-    def _chunks(self, step: Step) -> None:
-        left = self.token_budget - step.n_tokens
+    def _chunks(self, step: Step, budget: _Budget) -> None:
         for sequence in self.running:
-            if left > 0 and sequence.n_pending > 1:
-                count = min(sequence.n_pending, left)
+            if sequence.n_pending > 1 and (count := budget.take(sequence)):
                 step.work.append(Work(sequence, sequence.n_computed, count))
-                left -= count
 
-    def _admit(self, step: Step, now: float) -> None:
-        left = self.token_budget - step.n_tokens
-        if left <= 0 or not len(self.waiting):
+    def _admit(self, step: Step, budget: _Budget, now: float) -> None:
+        if budget.left <= 0 or not len(self.waiting):
             return
         width = sum(sequence.width for sequence in self.running)  # those that will be forked, as what they will be
         for sequence in self.waiting.by_urgency(now):
-            if left <= 0 or width + sequence.width > self.max_running:
+            if budget.left <= 0 or width + sequence.width > self.max_running:
                 return
             found = self._found(sequence)
             needed = self._blocks_for(sequence.n_tokens) - len(found)
@@ -201,9 +203,8 @@ class Scheduler:
             sequence.status = Status.RUNNING
             self.running.append(sequence)
             width += sequence.width
-            count = min(sequence.n_pending, left)
-            step.work.append(Work(sequence, sequence.n_computed, count))
-            left -= count
+            if count := budget.take(sequence):  # else its turn comes after other long ones
+                step.work.append(Work(sequence, sequence.n_computed, count))
 
     def _unblock(self, step: Step) -> None:
         """All that run are idle: what each of them needs waits, and what waits first is no less urgent than any."""
@@ -264,3 +265,19 @@ class Scheduler:
 
     def _blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.pool.block_size)
+
+
+@dataclass
+class _Budget:
+    """Tokens of a step that are left for chunks, `long` of them for long prompts."""
+
+    left: int
+    long: int
+
+    def take(self, sequence: Sequence) -> int:
+        """The size of the sequence's chunk."""
+        is_long = sequence.n_tokens - sequence.n_from_cache > SHORT_PROMPT
+        count = max(min(sequence.n_pending, self.left, self.long if is_long else self.left), 0)
+        self.left -= count
+        self.long -= count if is_long else 0
+        return count

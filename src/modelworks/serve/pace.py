@@ -1,0 +1,51 @@
+"""How much of long prompts a step computes beside decoding, so that nobody who reads along has to wait long.
+
+A step that decodes takes D seconds, and each token of a prompt beside it P more. With c tokens of long prompts it takes
+D + c P, which is at most `stall` times D for
+
+    c = (stall - 1) D / P
+
+Both are measured as the engine runs, as moving averages: P where nothing is decoded, D where nothing else is done, and
+where both are, both change by the factor by which their sum was off.
+"""
+
+from __future__ import annotations
+
+from modelworks.serve.scheduler import Step
+
+_LEAST = 16  # tokens: less is no faster, as the weights are read once a step in any case
+_WEIGHT = 0.2  # of a new measurement in the average
+
+
+class Pace:
+    """stall: how many times longer a step may take for long prompts; None is no bound."""
+
+    def __init__(self, stall: float | None, token_budget: int) -> None:
+        self._stall, self._token_budget = stall, token_budget
+        self._decode_seconds: float | None = None
+        self._prompt_token_seconds: float | None = None
+
+    def measured(self, step: Step, seconds: float) -> None:
+        """A step took so long."""
+        n_decoded = sum(work.count == 1 for work in step.work)
+        n_chunked = step.n_tokens - n_decoded
+        decode, token = self._decode_seconds, self._prompt_token_seconds
+        if n_decoded == 0:
+            self._prompt_token_seconds = _average(token, seconds / n_chunked)
+        elif n_chunked == 0:
+            self._decode_seconds = _average(decode, seconds)
+        elif decode and token:
+            factor = _average(1.0, seconds / (decode + n_chunked * token))
+            self._decode_seconds, self._prompt_token_seconds = decode * factor, token * factor
+
+    @property
+    def long_budget(self) -> int:
+        """Tokens of long prompts for the next step, if it decodes."""
+        if self._stall is None or not self._decode_seconds or not self._prompt_token_seconds:
+            return self._token_budget
+        tokens = (self._stall - 1.0) * self._decode_seconds / self._prompt_token_seconds
+        return max(_LEAST, min(int(tokens), self._token_budget))
+
+
+def _average(known: float | None, new: float) -> float:
+    return new if known is None else known + _WEIGHT * (new - known)
