@@ -38,21 +38,30 @@ if TYPE_CHECKING:
     from modelworks.models.layers.feed_forward import ACTIVATIONS as ACTIVATIONS
     from modelworks.models.layers.rotary import rotate as rotate
     from modelworks.models.operators import operator as operator
+    from modelworks.models.random import Key as Key
+    from modelworks.models.random import uniform_rows as uniform_rows
     from modelworks.models.recompute import activation_bytes as activation_bytes
     from modelworks.models.routing import Routing as Routing
+    from modelworks.models.sampling import Filters as Filters
     from modelworks.models.sampling import Sampling as Sampling
+    from modelworks.models.sampling import draw_filtered as draw_filtered
+    from modelworks.models.sampling import draw_key as draw_key
+    from modelworks.models.sampling import highest_scores as highest_scores
+    from modelworks.models.sampling import penalize as penalize
     from modelworks.models.streamed import streamed_logits as streamed_logits
     from modelworks.models.transformer import Part as Part
     from modelworks.models.transformer import Transformer as Transformer
 
 _HOME = {
     "ACTIVATIONS": "layers.feed_forward",
-    "LONGEST_BLOCKWISE": "layers.blockwise_attention",
     "AttentionContext": "context",
     "CachedContext": "context",
     "CausalContext": "context",
     "DocumentContext": "context",
     "DropoutKey": "dropout",
+    "Filters": "sampling",
+    "Key": "random",
+    "LONGEST_BLOCKWISE": "layers.blockwise_attention",
     "NameEntry": "families",
     "Part": "transformer",
     "Routing": "routing",
@@ -64,21 +73,26 @@ _HOME = {
     "attend_one": "context",
     "canonical_name": "families",
     "default_dtype": "dtypes",
+    "draw_filtered": "sampling",
+    "draw_key": "sampling",
     "entries_by_name": "families",
     "from_hugging_face": "families",
     "generate": "generation",
     "grouped_attention": "context",
+    "highest_scores": "sampling",
     "initial_values": "initialization",
     "initialize": "initialization",
     "initialize_slice": "initialization",
     "load_routing_state": "balancing",
     "name_map": "families",
     "operator": "operators",
+    "penalize": "sampling",
     "rotate": "layers.rotary",
     "routed_layers": "balancing",
     "routing_state": "balancing",
     "streamed_logits": "streamed",
     "to_hugging_face": "families",
+    "uniform_rows": "random",
     "update_router_bias": "balancing",
 }
 

@@ -39,10 +39,11 @@ class Key(NamedTuple):
         return cls(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
 
 
-def philox(counter: Sequence[Tensor | int], key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(counter: Sequence[Tensor | int], key: Key | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four random 32-bit words (int64 tensors in [0, 2^32)) for each counter.
 
     counter: four words in [0, 2^32), int64 tensors that broadcast together, or ints; at least one is a tensor.
+    key: one for all, or its two words as tensors that broadcast with the counter.
     """
     like = next(word for word in counter if isinstance(word, Tensor))
     c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64, device=like.device) for word in counter)
@@ -63,6 +64,17 @@ def uniform(key: Key, start: int, stop: int, *, device: torch.device | str = "cp
     blocks = torch.arange(first_block, last_block, dtype=torch.int64, device=device)
     words = torch.stack(philox((blocks & _MASK, blocks >> 32, 0, 0), key), dim=-1).flatten()
     return to_uniform(words)[start - 4 * first_block : stop - 4 * first_block]
+
+
+def uniform_rows(keys: Sequence[Key], starts: Sequence[int], count: int) -> Tensor:
+    """Elements starts[r]..starts[r]+count-1 of each stream keys[r]: (R, count) float64, as `uniform` gives them.
+
+    starts and count are multiples of 4.
+    """
+    blocks = torch.tensor(starts, dtype=torch.int64)[:, None] // 4 + torch.arange(count // 4)
+    low, high = torch.tensor(keys, dtype=torch.int64).T[:, :, None]
+    words = torch.stack(philox((blocks & _MASK, blocks >> 32, 0, 0), (low, high)), dim=-1)
+    return to_uniform(words.flatten(1))
 
 
 def normal(key: Key, start: int, stop: int, *, device: torch.device | str = "cpu") -> Tensor:

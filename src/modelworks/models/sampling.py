@@ -100,14 +100,24 @@ def choose(logits: Tensor, seen: Tensor, sampling: Sampling, position: int) -> i
         return int(penalize(scores, seen, sampling.repetition_penalty).argmax())
     scores = process(scores, seen, sampling)
     uniforms = uniform(draw_key(sampling.seed), position, position + 1, device=logits.device)
-    return int(draw(scores[None], uniforms))
+    return int(_draw(scores[None], uniforms))
+
+
+def draw_filtered(scores: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
+    """A token id (R,) of each row of scores (R, V), which holds a finite one. uniforms: (R,) float64 in (0, 1)."""
+    scores = _keep_top_k(_heat(scores, filters.temperature), filters.top_k)
+    packed = _left(scores)
+    if packed is None:
+        return _draw(_keep_likely(scores, filters), uniforms)
+    scores, ids = packed
+    return ids.gather(-1, _draw(_keep_likely(scores, filters), uniforms)[:, None])[:, 0]
 
 
 def process(scores: Tensor, seen: Tensor, sampling: Sampling) -> Tensor:
     """Logits (vocab_size,) after penalty, temperature and filters; filtered tokens are -inf."""
     filters = Filters.of(sampling, scores.device)
-    scores = heat(penalize(scores, seen, sampling.repetition_penalty)[None], filters.temperature)
-    return keep_likely(keep_top_k(scores, filters.top_k), filters)[0]
+    scores = _heat(penalize(scores, seen, sampling.repetition_penalty)[None], filters.temperature)
+    return _keep_likely(_keep_top_k(scores, filters.top_k), filters)[0]
 
 
 def penalize(scores: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:
@@ -118,68 +128,7 @@ def penalize(scores: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:
     return scores.index_put((seen,), torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 
 
-def heat(scores: Tensor, temperature: Tensor) -> Tensor:
-    """scores (R, W) / temperature (R, 1). Next to 0 the best token's score becomes 0, so that nothing overflows."""
-    cold = temperature < _COLD
-    if bool(cold.any()):
-        scores = torch.where(cold, scores - scores.amax(dim=-1, keepdim=True), scores)
-    return scores / temperature.to(scores.dtype)
-
-
-def keep_top_k(scores: Tensor, top_k: Tensor | None) -> Tensor:
-    """The top_k (R, 1) highest scores of each row, and those equal to the last of them."""
-    if top_k is None:
-        return scores
-    width = scores.shape[-1]
-    wanted = top_k.clamp(max=width)
-    most = int(torch.where(wanted < width, wanted, 1).max())
-    least = scores.topk(most, dim=-1).values.gather(-1, (wanted - 1).clamp(max=most - 1))
-    return scores.masked_fill((scores < least) & (wanted < width), -math.inf)
-
-
-def keep_likely(scores: Tensor, filters: Filters) -> Tensor:
-    """scores (R, W) after the filters that look at probabilities: top-p, min-p, typical."""
-    if filters.top_p is not None:
-        scores = _keep_top_p(scores, filters.top_p)
-    if filters.min_p is not None:
-        below_best = scores.to(torch.float64) - scores.amax(dim=-1, keepdim=True)
-        scores = scores.masked_fill(below_best < filters.min_p.log(), -math.inf)
-    if filters.typical_p is not None:
-        scores = _keep_typical(scores, filters.typical_p)
-    return scores
-
-
-def left(scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Scores (R, V) without the removed ones: scores (R, W) and token ids (R, W), or None if that is no smaller.
-
-    Rows with fewer are filled up with -inf.
-    """
-    kept = scores.isfinite()
-    counts = kept.sum(dim=-1)
-    width = max(int(counts.max()), 1)
-    if 4 * width > scores.shape[-1]:
-        return None
-    rows, ids = kept.nonzero(as_tuple=True)
-    places = torch.arange(len(rows), device=scores.device) - (counts.cumsum(0) - counts)[rows]
-    packed = scores.new_full((len(scores), width), -math.inf)
-    packed[rows, places] = scores[rows, ids]
-    names = ids.new_zeros((len(scores), width))
-    names[rows, places] = ids
-    return packed, names
-
-
-def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
-    """One place (R,) of each row (R, W), as likely as its score says. uniforms: (R,) float64 in (0, 1).
-
-    The inverse of the cumulative distribution, in float64: the chance of a token is its probability to 2^-32.
-    """
-    cumulative = _weights(scores).cumsum(dim=-1)
-    drawn = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]  # rounding shall not take it beyond
-    return torch.minimum(drawn, last)
-
-
-def top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def highest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` highest scores of each row (R, W), best first, and their places; of equal ones the lowest first."""
     width = scores.shape[-1]
     if count + 1 >= width:
@@ -201,6 +150,67 @@ def draw_key(seed: int, branch: int = 0) -> Key:
     return Key.of(seed, "sample") if branch == 0 else Key.of(seed, "sample", branch)
 
 
+def _heat(scores: Tensor, temperature: Tensor) -> Tensor:
+    """scores (R, W) / temperature (R, 1). Next to 0 the best token's score becomes 0, so that nothing overflows."""
+    cold = temperature < _COLD
+    if bool(cold.any()):
+        scores = torch.where(cold, scores - scores.amax(dim=-1, keepdim=True), scores)
+    return scores / temperature.to(scores.dtype)
+
+
+def _keep_top_k(scores: Tensor, top_k: Tensor | None) -> Tensor:
+    """The top_k (R, 1) highest scores of each row, and those equal to the last of them."""
+    if top_k is None:
+        return scores
+    width = scores.shape[-1]
+    wanted = top_k.clamp(max=width)
+    most = int(torch.where(wanted < width, wanted, 1).max())
+    least = scores.topk(most, dim=-1).values.gather(-1, (wanted - 1).clamp(max=most - 1))
+    return scores.masked_fill((scores < least) & (wanted < width), -math.inf)
+
+
+def _keep_likely(scores: Tensor, filters: Filters) -> Tensor:
+    """scores (R, W) after the filters that look at probabilities: top-p, min-p, typical."""
+    if filters.top_p is not None:
+        scores = _keep_top_p(scores, filters.top_p)
+    if filters.min_p is not None:
+        below_best = scores.to(torch.float64) - scores.amax(dim=-1, keepdim=True)
+        scores = scores.masked_fill(below_best < filters.min_p.log(), -math.inf)
+    if filters.typical_p is not None:
+        scores = _keep_typical(scores, filters.typical_p)
+    return scores
+
+
+def _left(scores: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Scores (R, V) without the removed ones: scores (R, W) and token ids (R, W), or None if that is no smaller.
+
+    Rows with fewer are filled up with -inf.
+    """
+    kept = scores.isfinite()
+    counts = kept.sum(dim=-1)
+    width = max(int(counts.max()), 1)
+    if 4 * width > scores.shape[-1]:
+        return None
+    rows, ids = kept.nonzero(as_tuple=True)
+    places = torch.arange(len(rows), device=scores.device) - (counts.cumsum(0) - counts)[rows]
+    packed = scores.new_full((len(scores), width), -math.inf)
+    packed[rows, places] = scores[rows, ids]
+    names = ids.new_zeros((len(scores), width))
+    names[rows, places] = ids
+    return packed, names
+
+
+def _draw(scores: Tensor, uniforms: Tensor) -> Tensor:
+    """One place (R,) of each row (R, W), as likely as its score says. uniforms: (R,) float64 in (0, 1).
+
+    The inverse of the cumulative distribution, in float64: the chance of a token is its probability to 2^-32.
+    """
+    cumulative = _weights(scores).cumsum(dim=-1)
+    drawn = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]  # rounding shall not take it beyond
+    return torch.minimum(drawn, last)
+
+
 _COLD = 1e-3  # a temperature under which a float32 logit could overflow
 _CANDIDATES = 256  # of top-p: more than it keeps of a language model's distributions, nearly always
 
@@ -211,7 +221,7 @@ def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     No vocabulary is sorted where its best tokens already have that much.
     """
     mass = top_p * _weights(scores).cumsum(dim=-1)[:, -1:]
-    kept, reached = _leading(*top(scores, _CANDIDATES), scores, mass)
+    kept, reached = _leading(*highest_scores(scores, _CANDIDATES), scores, mass)
     short = ((reached < mass) & (top_p < 1.0))[:, 0]
     if bool(short.any()) and scores.shape[-1] > _CANDIDATES:
         rest = scores[short]

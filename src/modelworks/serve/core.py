@@ -79,7 +79,7 @@ class EngineCore:
         )
         self._evictor = None if options.eviction is None else Evictor(options.eviction, self._scheduler, executor)
         self._builder = BatchBuilder(executor.block_size)
-        self._sampler = Sampler(self.vocab_size, tokenizer)
+        self._sampler = Sampler(self.vocab_size, tokenizer, self.eos_ids)
         self._seeds = random.Random(options.seed)
         self._progress = Progress(self._scheduler)
         self._pace = Pace(options.stall, options.token_budget)

@@ -1,123 +1,204 @@
-"""From the logits of a step to its tokens, sequence by sequence: the processing of `modelworks.models.sampling`.
+"""From the logits of a step to its tokens: many sequences at once, each by settings of its own.
 
-A draw is a function of (seed, branch, position) alone. Log-probabilities that are reported are the model's own, from
-before any processing. What is not processed here is refused when a request starts, not ignored.
+The order is that of transformers' `generate`: logit bias, repetition penalty, (frequency and presence penalty,) bad
+words, min tokens, allowed tokens and structure, temperature, top-k, top-p, min-p, typical, draw. Log-probabilities that
+are reported are the model's own, from before all of it, as OpenAI's and vLLM's are.
+
+Invariant: a sequence's token is a function of its logits, its settings and (seed, branch, position). The rows beside it
+decide nothing: whatever sums over a row does so in an order of its own, and random numbers are counted, not drawn.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from modelworks.config import UserError
 from modelworks.data import Tokenizer
-from modelworks.models import Sampling
-from modelworks.models.sampling import choose
+from modelworks.models import highest_scores, uniform_rows
+from modelworks.serve.draws import IS_NOT_FINITE, NOTHING_ALLOWED, Settings, best_tokens, draw_tokens
+from modelworks.serve.logit_edits import edit
 from modelworks.serve.params import SamplingParams
 from modelworks.serve.request import TokenLogprob
+from modelworks.serve.sampling_state import SamplingState as SamplingState
+from modelworks.serve.structured import Compiler, Constraint
 
-_NOT_HERE = ("typical_p", "presence_penalty", "frequency_penalty", "bad_words", "structure")
-NOT_FINITE = "the model's logits for this request are not finite: its weights are damaged, or its dtype overflows"
+NOT_FINITE = "the model's logits are not finite: its weights are damaged, or its dtype overflows; try float32"
+_ERRORS = {
+    IS_NOT_FINITE: NOT_FINITE,
+    NOTHING_ALLOWED: "no token is allowed to come next: bad_words, min_tokens and allowed_token_ids forbid them all",
+}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
-    """token: -1 where error is set. logprob, top: where the state's parameters ask for them."""
+    """A sequence's next token. logprob, top: if asked for; natural logarithms, the most likely tokens first.
+
+    error: one line; then there is no token (-1), and the sequence must end.
+    """
 
     token: int
     logprob: float | None = None
-    top: Sequence[tuple[int, float]] = ()
+    top: list[tuple[int, float]] = field(default_factory=list)
     error: str | None = None
 
 
-class SamplingState:
-    """What sampling remembers of one running sequence."""
-
-    def __init__(self, params: SamplingParams, tokens: list[int], seed: int, branch: int, ends: frozenset[int]) -> None:
-        self.params, self.tokens, self.seed, self.n_output, self.ends = params, tokens, seed, 0, ends
-        self.sampling = Sampling(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p or None,
-            repetition_penalty=params.repetition_penalty,
-            seed=(seed + branch * 0x9E3779B97F4A7C15) % 2**63,
-        )
-        changed = params.logit_bias or params.allowed_token_ids or params.repetition_penalty != 1.0
-        self.plain = not changed and not params.min_tokens
-
-    def accept(self, token: int) -> None:
-        self.tokens.append(token)
-        self.n_output += 1
-
-    def fork(self, branch: int) -> SamplingState:
-        forked = SamplingState(self.params, list(self.tokens), self.seed, branch, self.ends)
-        forked.n_output = self.n_output
-        return forked
-
-
 class Sampler:
-    def __init__(self, vocab_size: int, tokenizer: Tokenizer | None) -> None:
-        self._eos_ids = frozenset(tokenizer.eos_ids if tokenizer else ())
+    """vocab_size: columns of the logits. tokenizer: None where no request has bad words or a structure.
 
-    def start(self, params: SamplingParams, prompt_ids: Sequence[int], seed: int, branch_index: int) -> SamplingState:
-        """Raises UserError for what cannot be sampled."""
-        for name in _NOT_HERE:
-            if getattr(params, name) != getattr(SamplingParams, name):
-                raise UserError(f"{name}: got {getattr(params, name)!r}, which is not served; leave it out")
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
-        return SamplingState(params, list(prompt_ids), seed, branch_index, ends)
+    end_ids: tokens that end a text; None: the tokeniser's.
+    """
+
+    def __init__(
+        self, vocab_size: int, tokenizer: Tokenizer | None = None, end_ids: Collection[int] | None = None
+    ) -> None:
+        self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        known = tokenizer.eos_ids if end_ids is None and tokenizer is not None else end_ids or ()
+        self._end_ids = frozenset(token for token in known if token < vocab_size)
+        self._compiler: Compiler | None = None
+        self._compiler_lock = threading.Lock()
+
+    def start(self, params: SamplingParams, prompt_ids: Sequence[int], seed: int, branch: int = 0) -> SamplingState:
+        """The state of a sequence before its first new token.
+
+        seed: of the request; branch: which of its results it is. Raises UserError where params cannot be followed.
+        """
+        params.check_against(self._vocab_size, max_model_len=1 << 62)  # lengths are the engine's to know
+        return SamplingState(
+            params,
+            prompt_ids,
+            seed,
+            branch,
+            end_ids=(frozenset() if params.ignore_eos else self._end_ids).union(params.stop_token_ids),
+            bad_words=self._spelled(params.bad_words),
+            allowed=self._bits(params.allowed_token_ids),
+            constraint=self._constraint(params),
+        )
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
-        """The next token of each sequence. logits: float32 (R, vocab_size), one row a state."""
-        largest, tokens = logits.max(dim=-1)  # NaN where any is
-        best, finite = tokens.tolist(), largest.isfinite().tolist()
-        sampled = []
-        for row, state, token, right in zip(logits, states, best, finite, strict=True):
-            if not right:
-                sampled.append(Sampled(-1, error=NOT_FINITE))
-                continue
-            if not (state.plain and state.sampling.greedy):
-                processed, seen = self._processed(row, state), torch.tensor(state.tokens)
-                token = choose(processed, seen, state.sampling, position=len(state.tokens))
-            if state.params.logprobs is None:
-                sampled.append(Sampled(token))
-            else:
-                (told,) = self.prompt_logprobs(row[None], [token], state.params.logprobs)
-                sampled.append(Sampled(token, told.logprob, told.top))
-        return sampled
+        """The next token of each sequence. logits: (R, vocab_size) float32, of its row; **overwritten**.
+
+        What fails, fails for one sequence: its result has an `error`.
+        """
+        if logits.dtype != torch.float32 or logits.shape != (len(states), self._vocab_size):
+            raise ValueError(f"logits: got {logits.dtype} {tuple(logits.shape)}, expected float32 (rows, vocab_size)")
+        reported = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        raw = logits[reported].log_softmax(dim=-1) if reported else None
+        logits = logits.contiguous()
+        edit(logits, states)
+        tokens = self._choose(logits, states)
+        results = [
+            Sampled(token) if token >= 0 and state.error is None else Sampled(-1, error=state.error or _ERRORS[token])
+            for token, state in zip(tokens.tolist(), states, strict=True)
+        ]
+        if raw is not None:
+            counts = [states[row].params.logprobs or 0 for row in reported]
+            chosen = torch.from_numpy(tokens[reported]).to(raw.device).clamp(min=0)
+            for row, (logprob, best) in zip(reported, _reports(raw, chosen, counts), strict=True):
+                if results[row].error is None:
+                    results[row].logprob, results[row].top = logprob, best
+        return results
 
     def log_probs(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
-        """Of each sequence's next token, (R, vocab_size), after processing but for temperature and filters."""
-        return torch.stack(
-            [self._processed(row, state) for row, state in zip(logits, states, strict=True)]
-        ).log_softmax(dim=-1)
+        """Log-probabilities (R, vocab_size) after all that edits logits: what a beam search adds up. No draw.
 
-    def prompt_logprobs(self, logits: Tensor, next_tokens: Sequence[int], k: int) -> list[TokenLogprob]:
-        """Of `next_tokens`, each after its row of logits (n, vocab_size), with the k most likely ones."""
-        logprobs = logits.log_softmax(dim=-1)
-        chosen = logprobs[torch.arange(len(next_tokens)), torch.tensor(next_tokens)].tolist()
-        values, tokens = logprobs.topk(min(k, logits.shape[-1]))
-        tops = zip(tokens.tolist(), values.tolist(), strict=True)
-        return [
-            TokenLogprob(token, logprob, list(zip(*top, strict=True)))
-            for token, logprob, top in zip(next_tokens, chosen, tops, strict=True)
-        ]
+        logits are **overwritten**. transformers' beam search takes the logarithms first and edits those; here they
+        remain logarithms of probabilities. A row that is not finite, or whose state failed, is all NaN.
+        """
+        logits = logits.contiguous()
+        edit(logits, states)
+        failed = torch.tensor([state.error is not None for state in states], device=logits.device)[:, None]
+        return logits.log_softmax(dim=-1).masked_fill(failed, torch.nan)
 
-    def _processed(self, logits: Tensor, state: SamplingState) -> Tensor:
-        params, scores = state.params, logits
-        if params.logit_bias:
-            scores = scores.clone()
-            scores[list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
-        if params.allowed_token_ids is not None:
-            kept = torch.full_like(scores, -math.inf)
-            allowed = list(params.allowed_token_ids)
-            kept[allowed] = scores[allowed]
-            scores = kept
-        if state.n_output < params.min_tokens and state.ends:
-            scores = scores.index_fill(0, torch.tensor(sorted(state.ends)), -math.inf)
-        return scores
+    def prompt_logprobs(self, logits: Tensor, next_tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+        """How likely the tokens of a prompt were. logits: (n, vocab_size); next_tokens: what came after each of them.
+
+        count: most likely tokens reported with each.
+        """
+        following = torch.tensor(next_tokens, dtype=torch.int64, device=logits.device)
+        reports = _reports(logits.to(torch.float32).log_softmax(dim=-1), following, [count] * len(next_tokens))
+        return [TokenLogprob(token, *report) for token, report in zip(next_tokens, reports, strict=True)]
+
+    def _choose(self, logits: Tensor, states: Sequence[SamplingState]) -> NDArray[np.int64]:
+        greedy = np.fromiter((state.params.greedy for state in states), bool, len(states))
+        if greedy.all():
+            return _finite(*best_tokens(logits))
+        tokens = np.empty(len(states), np.int64)
+        if greedy.any():
+            tokens[greedy] = _finite(*best_tokens(logits[torch.from_numpy(greedy).to(logits.device)]))
+        rows = np.logical_not(greedy).nonzero()[0]
+        drawing = [states[row] for row in rows]
+        tokens[rows] = draw_tokens(logits, rows, _settings(drawing), _uniforms(drawing))
+        return tokens
+
+    def _spelled(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """The tokens of each word, as the beginning of a text and after a space."""
+        if not words:
+            return []
+        if self._tokenizer is None:
+            raise UserError("bad_words: they are of text, but the model has no tokeniser")
+        spelled = [self._tokenizer.encode(text) for word in words for text in (word, " " + word.lstrip())]
+        return list(dict.fromkeys(tuple(ids) for ids in spelled if ids))
+
+    def _bits(self, ids: Sequence[int] | None) -> NDArray[np.int32] | None:
+        if ids is None:
+            return None
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
+        bits[list(ids)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.structure is None:
+            return None
+        if self._tokenizer is None:
+            raise UserError("structure: it is of text, but the model has no tokeniser")
+        with self._compiler_lock:
+            if self._compiler is None:
+                self._compiler = Compiler(self._tokenizer, self._vocab_size, self._end_ids)
+        return self._compiler.constraint(params.structure)
+
+
+_WINDOW = 64  # draws made at a time: a hundred operations of torch, for all sequences that need them together
+
+
+def _uniforms(states: Sequence[SamplingState]) -> NDArray[np.float64]:
+    """The random number of each sequence at its position."""
+    without = [state for state in states if not 0 <= state.position - state.first_draw < len(state.draws)]
+    if without:
+        firsts = [state.position // _WINDOW * _WINDOW for state in without]
+        numbers = uniform_rows([state.key for state in without], firsts, _WINDOW).tolist()
+        for state, first, draws in zip(without, firsts, numbers, strict=True):
+            state.first_draw, state.draws = first, draws
+    return np.array([state.draws[state.position - state.first_draw] for state in states])
+
+
+def _settings(states: Sequence[SamplingState]) -> Settings:
+    rows = np.array([state.filters for state in states])
+    return Settings(rows[:, 0], rows[:, 1].astype(np.int64), rows[:, 2], rows[:, 3], rows[:, 4])
+
+
+def _finite(tokens: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The tokens, or why there is none: a highest value that is no number."""
+    if np.isfinite(values).all():
+        return tokens
+    return np.where(np.isneginf(values), NOTHING_ALLOWED, np.where(np.isfinite(values), tokens, IS_NOT_FINITE))
+
+
+def _reports(logprobs: Tensor, chosen: Tensor, counts: Sequence[int]) -> list[tuple[float, list[tuple[int, float]]]]:
+    """Of each row (R, V): the chosen token's log-probability, and the `counts` highest with their tokens."""
+    of_chosen = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
+    most = min(max(counts), logprobs.shape[-1])
+    if most == 0:
+        return [(value, []) for value in of_chosen]
+    values, tokens = (each.tolist() for each in highest_scores(logprobs, most))
+    tops = [
+        list(zip(ids[:count], best[:count], strict=True))
+        for ids, best, count in zip(tokens, values, counts, strict=True)
+    ]
+    return list(zip(of_chosen, tops, strict=True))
