@@ -324,7 +324,7 @@ class EngineCore:
         values, tokens = scores.topk(min(most, self.vocab_size))
         for branch, of_values, of_tokens in zip(branches, values.tolist(), tokens.tolist(), strict=True):
             if math.isnan(of_values[0]):  # the largest of all, for topk
-                self._progress.end(branch.group, "error", NOT_FINITE)
+                self._progress.end(branch.group, "error", branch.state.error or NOT_FINITE)
             branch.candidates = [each for each in zip(of_tokens, of_values, strict=True) if each[1] > -math.inf]
         for group in dict.fromkeys(branch.group for branch in branches):
             if not group.is_over and all(branch.candidates is not None for branch in group.branches):

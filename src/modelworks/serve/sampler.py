@@ -81,6 +81,7 @@ class Sampler:
             constraint=self._constraint(params),
         )
 
+    @torch.inference_mode()  # an executor's logits may be changed in no other
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
         """The next token of each sequence. logits: (R, vocab_size) float32, of its row; **overwritten**.
 
@@ -105,6 +106,7 @@ class Sampler:
                     results[row].logprob, results[row].top = logprob, best
         return results
 
+    @torch.inference_mode()
     def log_probs(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
         """Log-probabilities (R, vocab_size) after all that edits logits: what a beam search adds up. No draw.
 
