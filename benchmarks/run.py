@@ -28,7 +28,7 @@ MINUTES = {
     "train_throughput": 12,
     "verify_random": 4,
 }
-LONG = {"arc_easy_parity": 20, "checkpoint_crashes": 10}
+LONG = {"arc_easy_parity": 20, "checkpoint_crashes": 10, "serve_fuzz": 10, "serve_load": 17}
 
 
 def main() -> int:

@@ -81,6 +81,8 @@ def test_it_says_what_it_serves(server: Running) -> None:
     assert server.ready["sampling_defaults"] == {}
     assert any("1.00 MiB" in fact for fact in server.ready["facts"]), "how memory was divided"
     assert psutil.Process(server.ready["engine_pid"]).ppid() == server.process.pid
+    libraries = [each.path for each in psutil.Process(server.process.pid).memory_maps()]
+    assert not any("libtorch" in path for path in libraries), "the front is light"
 
 
 def test_greedy_equals_the_library(server: Running, model: Path) -> None:

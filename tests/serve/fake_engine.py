@@ -1,7 +1,7 @@
 """An engine without a model, for the server's tests: quick, in pure Python, under the same contract as the real one.
 
-What it says is a function of the prompt: it repeats the prompt's tokens, over and over, one at a step. A few prompts
-make it do something else, see `MAGIC`.
+What it says is a function of the prompt: it repeats the prompt's tokens, over and over, one at a step; of a prompt with
+`!say …!end` what stands between, and no more. A few prompts make it do something else, see `MAGIC`.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class _Completion:
     stops: StopStrings
     n_tokens: int = 0
     magic: str = ""
+    script: list[int] | None = None  # what it says, where it does not repeat the prompt
     ended: bool = False
     deadline: float = field(default=float("inf"))
 
@@ -122,6 +123,9 @@ class FakeEngine:
         if magic == "!full" or len(self._live) >= self._max:
             raise Overloaded(f"{len(self._live)} requests are waiting, which is the limit", 2.5)
         params = request.params
+        whole = self._tokenizer.decode(request.prompt, skip_special=False)
+        said = whole.partition("!say ")[2].partition("!end")[0]
+        script = self._tokenizer.encode(said) if said else None
         deadline = time.monotonic() + (request.deadline or float("inf"))
         self._n_prompt += len(request.prompt)
         self._live[request.id] = [
@@ -131,6 +135,7 @@ class FakeEngine:
                 StreamDecoder(self._tokenizer),
                 StopStrings(params.stop, included=params.include_stop),
                 magic=magic,
+                script=script,
                 deadline=deadline,
             )
             for index in range(params.n)
@@ -183,12 +188,17 @@ class FakeEngine:
         if magic == "!error" and completion.n_tokens == 2:
             completion.ended = True
             return self._delta(completion, [], "", "error", error="the constraint allows no token")
-        token = request.prompt[completion.n_tokens % len(request.prompt)]
+        spoken = completion.script or request.prompt
+        token = spoken[completion.n_tokens % len(spoken)]
         completion.n_tokens += 1
         self._n_generated += 1
         text = completion.stops.push(completion.text.push(token))
         finish: str | None = None
-        if completion.stops.found is not None or (magic == "!stop" and completion.n_tokens == 3):
+        if (
+            completion.stops.found is not None
+            or (magic == "!stop" and completion.n_tokens == 3)
+            or (completion.script is not None and completion.n_tokens == len(completion.script))
+        ):
             finish = "stop"
         elif completion.n_tokens == request.params.max_tokens:
             finish = "length"

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from modelworks.data import Tokenizer
 from modelworks.serve.api.conversation import render
 from modelworks.serve.api.errors import bad_field
 from modelworks.serve.api.events import EventStream, event, until_disconnect
 from modelworks.serve.api.logprobs import chat_logprobs, prompt_logprobs
 from modelworks.serve.api.parameters import check_length, check_model, check_stream, sampling_params
-from modelworks.serve.api.schemas import ChatBody
+from modelworks.serve.api.schemas import ChatBody, NamedTool
 from modelworks.serve.api.service import Running, Service, new_id
 from modelworks.serve.api.tokens import encode_rendered
+from modelworks.serve.api.tool_calls import Arguments, CallBegun, News, Text
+from modelworks.serve.api.tools import call_reader, check_tools, forced_structure
 from modelworks.serve.api.usage import Usage
 from modelworks.serve.request import Delta, Request
+from modelworks.serve.served_model import ServedModel
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -53,6 +55,7 @@ async def _request(service: Service, body: ChatBody) -> Request:
         raise bad_field("max_completion_tokens", "is the newer name of `max_tokens`: give one of both")
     if body.max_tokens == 0:
         raise bad_field("max_tokens", "got 0, expected at least 1")
+    check_tools(body, service.model)
     if (body.n or 1) > service.options.max_choices:
         raise bad_field("n", f"got {body.n}, expected at most {service.options.max_choices}")
     text = render(service.model, body.messages, body.tools, variables=body.chat_template_kwargs)
@@ -60,7 +63,9 @@ async def _request(service: Service, body: ChatBody) -> Request:
     asked = body.max_completion_tokens or body.max_tokens
     max_tokens = check_length(ids, service.model, asked, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, service.model, max_tokens=max_tokens, logprobs=logprobs)
+    params = sampling_params(
+        body, service.model, max_tokens=max_tokens, logprobs=logprobs, structure=forced_structure(body)
+    )
     return service.request(new_id("chatcmpl"), ids, params, body)
 
 
@@ -71,7 +76,7 @@ class _Answer:
         self._body, self._tokenizer = body, service.model.tokenizer
         self._head = {"id": request.id, "created": int(time.time()), "model": service.model.name}
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._choices = [_Choice(index, self._tokenizer, body) for index in range(body.n or 1)]
+        self._choices = [_Choice(index, service.model, body) for index in range(body.n or 1)]
         self._prompt_logprobs: list[dict[str, Any] | None] | None = None
         self._usage = Usage()
 
@@ -106,13 +111,17 @@ class _Answer:
 
 
 class _Choice:
-    def __init__(self, index: int, tokenizer: Tokenizer, body: ChatBody) -> None:
-        self._index, self._tokenizer = index, tokenizer
+    """One choice. A whole answer is put together from the parts that a stream would have."""
+
+    def __init__(self, index: int, model: ServedModel, body: ChatBody) -> None:
+        self._index, self._tokenizer = index, model.tokenizer
         self._n_top = body.top_logprobs or 0
-        self._deltas: list[Delta] = []
+        self._calls = call_reader(body, model)
+        self._named = isinstance(body.tool_choice, NamedTool)
+        self._parts: list[dict[str, Any]] = []
 
     def add(self, delta: Delta) -> None:
-        self._deltas.append(delta)
+        self._parts += self.parts(delta)
 
     def opening(self) -> dict[str, Any]:
         """A stream's first chunk says who speaks."""
@@ -120,20 +129,31 @@ class _Choice:
 
     def parts(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Chunks of a stream: text without a finish_reason, and a last one without text."""
-        if delta.text or delta.logprobs:
-            yield self._part({"content": delta.text}, self._logprobs([delta]))
-        if delta.finish_reason is not None:
-            yield self._part({}, None, delta.finish_reason, delta.stop_reason)
+        ended = delta.finish_reason is not None
+        logprobs = chat_logprobs(self._tokenizer, delta.logprobs, self._n_top) if delta.logprobs else None
+        shown = [{"content": delta.text}] if delta.text else []
+        if self._calls is not None:
+            shown = [_shown(news) for news in self._calls.read(delta.token_ids, delta.text, ended=ended)]
+        if logprobs and not shown:
+            shown = [{"content": ""}]
+        for place, part in enumerate(shown):
+            yield self._part(part, None if place else logprobs)
+        if ended:
+            called = self._calls is not None and self._calls.n_calls > 0 and not self._named
+            reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+            yield self._part({}, None, reason, delta.stop_reason)
 
     def whole(self) -> dict[str, Any]:
-        text, last = "".join(delta.text for delta in self._deltas), self._deltas[-1]
-        message = {"role": "assistant", "content": text, "refusal": None}
-        end = {"finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
-        return {"index": self._index, "message": message, "logprobs": self._logprobs(self._deltas), **end}
-
-    def _logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
-        entries = [entry for delta in deltas for entry in delta.logprobs or ()]
-        return chat_logprobs(self._tokenizer, entries, self._n_top) if entries else None
+        last = self._parts[-1]
+        text = "".join(part["delta"].get("content", "") for part in self._parts)
+        calls = _whole_calls(call for part in self._parts for call in part["delta"].get("tool_calls", ()))
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        content = [entry for part in self._parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+        logprobs = {"content": content, "refusal": None} if content else None
+        end = {"finish_reason": last["finish_reason"], "stop_reason": last["stop_reason"]}
+        return {"index": self._index, "message": message, "logprobs": logprobs, **end}
 
     def _part(
         self,
@@ -144,3 +164,24 @@ class _Choice:
     ) -> dict[str, Any]:
         part = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return part | {"stop_reason": stop_reason}
+
+
+def _shown(news: News) -> dict[str, Any]:
+    """What a chunk's `delta` says of it."""
+    if isinstance(news, Text):
+        return {"content": news.text}
+    if isinstance(news, CallBegun):
+        function = {"name": news.name, "arguments": ""}
+        return {"tool_calls": [{"index": news.index, "id": news.id, "type": "function", "function": function}]}
+    assert isinstance(news, Arguments)
+    return {"tool_calls": [{"index": news.index, "function": {"arguments": news.text}}]}
+
+
+def _whole_calls(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if "id" in part:
+            calls.append({"id": part["id"], "type": "function", "function": dict(part["function"])})
+        else:
+            calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+    return calls

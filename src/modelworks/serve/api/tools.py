@@ -1,0 +1,74 @@
+"""A chat's tools: whether this model can be offered them, what it is made to write, and what reads its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from modelworks.serve.api.errors import bad_field
+from modelworks.serve.api.schemas import ChatBody, NamedTool
+from modelworks.serve.api.tool_calls import FORCED, NamedCall, News, ToolCallStream, required_schema, style_of
+from modelworks.serve.params import Structure
+from modelworks.serve.served_model import ServedModel
+
+
+def check_tools(body: ChatBody, model: ServedModel) -> None:
+    """Raise ApiError where tools are asked for in a way that cannot be."""
+    if body.tools is None:
+        for name in ("tool_choice", "parallel_tool_calls"):
+            if getattr(body, name) not in (None, "none"):
+                raise bad_field(name, "there are no `tools` to choose from")
+        return
+    names = [tool.function.name for tool in body.tools]
+    if len(set(names)) < len(names):
+        raise bad_field("tools", "two of them have the same name")
+    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
+        raise bad_field("tool_choice", f"no tool is named {body.tool_choice.function.name}")
+    template = model.tokenizer.chat_template
+    if template is not None and "tools" not in template:
+        raise bad_field("tools", f"the chat template of `{model.name}` does not know tools", code="no_tools")
+    if template is not None and body.tool_choice in (None, "auto") and style_of(template) is None:
+        message = f"how `{model.name}` writes its calls is not known here; set tool_choice to `required` or a function"
+        raise bad_field("tools", message, code="no_tools")
+
+
+def forced_structure(body: ChatBody) -> Structure | None:
+    """What the output must look like where a call is not left to the model."""
+    if body.tools is None:
+        return None
+    schemas = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in body.tools}
+    if isinstance(body.tool_choice, NamedTool):
+        return Structure.json_schema(schemas[body.tool_choice.function.name])
+    if body.tool_choice == "required":
+        return Structure("json_schema", required_schema(list(schemas.items())))
+    return None
+
+
+def call_reader(body: ChatBody, model: ServedModel) -> CallReader | None:
+    """What finds calls in the output; None where there can be none."""
+    if body.tools is None or body.tool_choice == "none":
+        return None
+    if isinstance(body.tool_choice, NamedTool):
+        return CallReader(NamedCall(body.tool_choice.function.name), None, "")
+    style = FORCED if body.tool_choice == "required" else style_of(model.tokenizer.chat_template or "")
+    assert style is not None  # checked
+    stream = ToolCallStream(style, n_most=1 if body.parallel_tool_calls is False else None)
+    marker = model.tokenizer.token_to_id(style.begin) if style.begin else None
+    return CallReader(stream, marker if marker in model.tokenizer.special_ids else None, style.begin)
+
+
+class CallReader:
+    """marker: the special token that begins calls, which is no text by itself and is put back as `begin`."""
+
+    def __init__(self, stream: ToolCallStream | NamedCall, marker: int | None, begin: str) -> None:
+        self._stream, self._marker, self._begin = stream, marker, begin
+
+    @property
+    def n_calls(self) -> int:
+        return self._stream.n_calls
+
+    def read(self, token_ids: Sequence[int], text: str, *, ended: bool) -> list[News]:
+        news: list[News] = []
+        if self._marker is not None and self._marker in token_ids:
+            news += self._stream.push(self._begin)
+        news += self._stream.push(text)
+        return news + self._stream.flush() if ended else news
