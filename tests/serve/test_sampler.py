@@ -111,7 +111,7 @@ def test_a_row_alone_gives_what_it_gives_in_the_batch_to_the_last_bit() -> None:
 
 
 def test_tokens_are_those_of_generate() -> None:
-    settings = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}
+    settings: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}
     state = SAMPLER.start(SamplingParams(**settings), PROMPT, 11)
     tokens = list(PROMPT)
     for step in range(20):
@@ -152,9 +152,9 @@ def test_compiled_draws_equal_torch(width: int, shape: str) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.5}, {"top_k": 6}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.6}], ids=str
 )
-def test_draws_follow_the_distribution(settings: dict[str, float], native: bool) -> None:
+def test_draws_follow_the_distribution(settings: dict[str, Any], native: bool) -> None:
     count, logits = 4000, random_logits(1, 2, 12)[0] / 2
-    params = SamplingParams(**settings)  # type: ignore[arg-type]
+    params = SamplingParams(**settings)
     filters = (params.temperature, params.top_k or 0, params.top_p, params.min_p, params.typical_p)
     every = Settings(*(np.full(count, value, np.int64 if place == 1 else float) for place, value in enumerate(filters)))
     uniforms = np.random.default_rng(0).random(count)

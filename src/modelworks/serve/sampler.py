@@ -140,12 +140,12 @@ class Sampler:
         return tokens
 
     def _spelled(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """The tokens of each word, as the beginning of a text and after a space."""
+        """The tokens of each word, within a text and after a space."""
         if not words:
             return []
         if self._tokenizer is None:
             raise UserError("bad_words: they are of text, but the model has no tokeniser")
-        spelled = [self._tokenizer.encode(text) for word in words for text in (word, " " + word.lstrip())]
+        spelled = [self._tokenizer.encode_continuation(text) for word in words for text in (word, " " + word.lstrip())]
         return list(dict.fromkeys(tuple(ids) for ids in spelled if ids))
 
     def _bits(self, ids: Sequence[int] | None) -> NDArray[np.int32] | None:

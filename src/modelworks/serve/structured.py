@@ -133,9 +133,10 @@ class _Vocabulary:
         self.special_token_ids = sorted(token for token in tokenizer.special_ids if token < vocab_size)
 
     def __call__(self, text: str | bytes) -> Sequence[int]:
-        """Of long text only the beginning: it is asked for again after each token of it."""
+        """Of long text only the beginning: it is asked for again after each token of it. As text that goes on: no blank
+        is put before it, which the structure would not allow."""
         known = text if isinstance(text, str) else text.decode(errors="replace")
-        return self._tokenizer.encode(known[:_TEXT_AHEAD], parse_special=False)
+        return self._tokenizer.encode_continuation(known[:_TEXT_AHEAD])
 
 
 def _tried(matcher: llguidance.LLMatcher) -> llguidance.LLMatcher:

@@ -115,6 +115,12 @@ class Tokenizer:
                 ids[place] = np.array(encoding.ids, np.uint32)
         return ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """The ids of plain text that goes on after other text: SentencePiece's blank is not put before it."""
+        (ids,) = self.encode_parts([Part(text, continuing=True)])
+        found: list[int] = ids.tolist()
+        return found
+
     def token_to_id(self, token: str) -> int | None:
         found: int | None = self.backend.token_to_id(token)
         return found
