@@ -1,10 +1,11 @@
 """How often a run without trouble is called ill, and how often trouble is found: spikes and the judge's findings.
 
-    python -m benchmarks.false_alarms [--simulated N] [--real N]
+    python -m benchmarks.false_alarms [--simulated N] [--real N] [--runs DIR]
 
 Simulated runs have heavy tails and seeds that no limit was chosen on. Real ones are short trainings of a tiny Llama on
 this repository's documentation, with a seed each; nothing is wrong with them, but that their text is small: the last
-of their steps go over it for the tenth time.
+of their steps go over it for the tenth time. `--runs` keeps them, and makes only those that are not there yet, so that
+many can be made in pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ KINDS = (*_OF_STEPS, "overfitting", "drop", "dead layer", "exploding layer")
 
 
 def judged(seed: int, plant: str | None = None) -> Iterator[str]:
-    """What is found in a simulated run, by kind; again and again for spikes. plant: trouble of that kind from the
-    middle of the run on."""
+    """What is found in a simulated run, by kind; again and again for spikes and outliers. plant: trouble of that kind
+    from the middle of the run on."""
     loss, norm = curves(seed)
     val, score = evaluations(seed)
     grads, moves = layers(seed)
@@ -61,6 +62,8 @@ def judged(seed: int, plant: str | None = None) -> Iterator[str]:
     monitor, judge = Monitor(health, warmup_steps=WARMUP, grad_clip=1.0), Judge(health, warmup_steps=WARMUP)
     for step in range(1, STEPS + 1):
         judgement = monitor.judge(step, float(loss[step - 1]), float(norm[step - 1]))
+        if judgement.outlier:
+            yield "outlier"
         if judgement.spikes:
             yield "spike"
         else:
@@ -83,6 +86,7 @@ def simulated(count: int) -> dict[str, Any]:
     return {
         "runs": count,
         "false_alarms": {kind: sum(kind in found for found in clean) for kind in KINDS},
+        "outliers": sum("outlier" in found for found in clean),
         "planted": planted,
         "found": {
             kind: sum(kind in set(judged(seed, kind)) for seed in range(FIRST_SEED, FIRST_SEED + planted))
@@ -107,40 +111,44 @@ _REAL = """
 """
 
 
-def real(count: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Short trainings; how many of them were told of each kind."""
+def real(count: int, steps: int, runs: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Short trainings; the seeds of those that were told of each kind."""
     from modelworks.records import read_records
     from modelworks.train import train
 
-    told: Counter[str] = Counter()
+    told: dict[str, list[int]] = defaultdict(list)
     losses = []
-    texts = Path(__file__).parent.parent / "docs"
-    with tempfile.TemporaryDirectory() as directory:
-        text = _REAL.format(texts=texts, cache=f"{directory}/cache", steps=steps)
-        for seed in range(count):
-            run_dir = Path(directory, f"seed-{seed}")
-            result = train(parse_run_config(text, "benchmark", [f"seed={seed}"]), run_dir)
-            losses.append(result.val_loss)
-            kinds = set()
-            for row in read_records(run_dir / "records.jsonl"):
-                if row.name in ("spike", "divergence"):
-                    kinds.add(row.name)
-                elif row.name == "judgement":
-                    kinds.add(json.loads(str(row.value))["kind"])
-            told.update(kinds)
-            say(f"seed {seed}: validation loss {result.val_loss:.4f}, {', '.join(sorted(kinds)) or 'nothing told'}")
+    text = _REAL.format(texts=Path(__file__).parent.parent / "docs", cache=runs / "cache", steps=steps)
+    for seed in range(count):
+        run_dir = runs / f"seed-{seed}"
+        if not (run_dir / "summary.json").is_file():
+            train(parse_run_config(text, "benchmark", [f"seed={seed}"]), run_dir)
+        losses.append(json.loads((run_dir / "summary.json").read_text())["val_loss"])
+        kinds = set()
+        for row in read_records(run_dir / "records.jsonl"):
+            if row.name in ("spike", "outlier", "divergence"):
+                kinds.add(row.name)
+            elif row.name == "judgement":
+                kinds.add(json.loads(str(row.value))["kind"])
+        for kind in kinds:
+            told[kind].append(seed)
+        say(f"seed {seed}: validation loss {losses[-1]:.4f}, {', '.join(sorted(kinds)) or 'nothing told'}")
     return {"runs": count, "steps": steps, "told": dict(told), "val_loss": losses}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulated", type=int, default=200)
-    parser.add_argument("--real", type=int, default=20)
+    parser.add_argument("--real", type=int, default=40)
+    parser.add_argument("--runs", type=Path, help="directory of the real runs; default one that is removed")
     parser.add_argument("--steps", type=int, default=700, help="of a real run")
     arguments = parser.parse_args()
-    row: dict[str, Any] = {"simulated": simulated(arguments.simulated)}
-    print(json.dumps(row["simulated"], indent=1))
-    row["real"] = real(arguments.real, arguments.steps, print)
+    row: dict[str, Any] = {}
+    if arguments.simulated:
+        row["simulated"] = simulated(arguments.simulated)
+        print(json.dumps(row["simulated"], indent=1))
+    with tempfile.TemporaryDirectory() as directory:
+        row["real"] = real(arguments.real, arguments.steps, arguments.runs or Path(directory), print)
     print(write_results("false_alarms", row))
 
 

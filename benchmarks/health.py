@@ -2,11 +2,16 @@
 
     python -m benchmarks.health [--rounds N] [--layers-every K]
 
-A Llama of 18.9M parameters, 16 x 256 tokens a step in 4 micro-batches. A round is four steps: one without a watch, one
-whose gradients are sampled for the next one's cosine, one that is measured (figures of every layer, noise of every
-micro-batch, logits, activations, the update; records written to disk), and one more without a watch. The cost of a
-kind of step is the median over rounds of its seconds over the mean of the two without, less 1; of a run, in which one
-step in K is measured, one sampled and all are judged, the mean over K steps.
+A Llama of 18.9M parameters, 16 x 256 tokens a step in 4 micro-batches. A round is five steps: one without a watch; one
+like most (judged, with the gradient norm of every layer); one whose gradient is kept small for the next one's cosine as
+well; one that is measured (figures of every layer, noise of every micro-batch, logits, activations, the update); and one
+more without a watch. Records are written to disk. The cost of a kind of step is the median over rounds of its seconds
+over the mean of the two without, less 1; of a run, in which one step in K is measured, one sampled and all others like
+most, the mean over K steps; of one in which every step is measured, those of a sampled and a measured one together.
+
+    python -m benchmarks.health --cosine
+
+how far the cosine of a sample is from that of all elements, on consecutive gradients of a Llama of 2.1M parameters.
 """
 
 from __future__ import annotations
@@ -29,11 +34,12 @@ from modelworks.optim import build_optimizer
 from modelworks.parallel import single_process, split_model
 from modelworks.train import PRECISIONS
 from modelworks.train.health import Monitor, Watch
+from modelworks.train.health.cosine import ConsecutiveCosine, cosine
 from modelworks.train.health.records import HealthRecords
 from modelworks.train.loop import StepDone
 from modelworks.train.recording import RunLog
 from modelworks.train.state import TrainState
-from modelworks.train.step import train_step
+from modelworks.train.step import apply_gradients, compute_gradients, train_step
 from modelworks.train.terminal import Terminal
 from modelworks.verify.batches import verification_batch
 
@@ -56,7 +62,7 @@ def measure(rounds: int, layers_every: int) -> dict[str, Any]:
     optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
     watch = Watch(config, model, optimizer, warmup_steps=0)
     state = TrainState(model, optimizer, watch=watch)
-    seconds: dict[str, list[float]] = {"off": [], "sampled": [], "measured": []}
+    seconds: dict[str, list[float]] = {"off": [], "plain": [], "sampled": [], "measured": []}
     with tempfile.TemporaryDirectory() as directory:
         log = RunLog(Path(directory), first_step=0)
         terminal = Terminal(Console(quiet=True), total_steps=10**9, log_every=10**9)
@@ -76,14 +82,16 @@ def measure(rounds: int, layers_every: int) -> dict[str, Any]:
 
         for place in range(1, rounds + 2):
             last = place * layers_every
-            for number, kind in ((last - 2, "off"), (last - 1, "sampled"), (last, "measured"), (last + 1, "off")):
+            kinds = ("off", "plain", "sampled", "measured", "off")
+            for number, kind in enumerate(kinds, start=last - 3):
                 step(number, kind)
         log.close()
     off = [(before + after) / 2 for before, after in zip(seconds["off"][2::2], seconds["off"][3::2], strict=True)]
     extra = {
         kind: statistics.median(own / plain for own, plain in zip(seconds[kind][1:], off, strict=True)) - 1
-        for kind in ("sampled", "measured")
+        for kind in ("plain", "sampled", "measured")
     }
+    often = {"plain": layers_every - 2, "sampled": 1, "measured": 1}
     typical = statistics.median(off)
     judging = _judging_seconds(config.health) / typical
     return {
@@ -93,13 +101,57 @@ def measure(rounds: int, layers_every: int) -> dict[str, Any]:
         "layers_every": layers_every,
         "step_seconds": typical,
         "extra": {**extra, "judged": judging},
-        "share": (max(0.0, extra["sampled"]) + extra["measured"]) / layers_every + judging,
+        "share": sum(max(0.0, extra[kind]) * times for kind, times in often.items()) / layers_every + judging,
+        "share_of_every_step": max(0.0, extra["sampled"]) + max(0.0, extra["measured"]) + judging,
         "spread": statistics.median(
             abs(before / after - 1) for before, after in zip(seconds["off"][2::2], seconds["off"][3::2], strict=True)
         ),
         "cosine_bytes": watch.probes.cosine.n_bytes / (4 * count_parameters(config.model).total)
         if watch.probes
         else 0.0,
+    }
+
+
+def cosine_errors(rounds: int) -> dict[str, Any]:
+    """Of a sample, over consecutive steps of a short training; and what theory says of as many independent elements."""
+    config = parse_run_config(
+        """
+        model: {n_layers: 4, d_model: 192, n_heads: 4, d_ff: 512, vocab_size: 1024, max_seq_len: 128}
+        data: {seq_len: 128, tokenizer: none}
+        train: {global_batch: 8, micro_batch: 8, precision: fp32}
+        """,
+        "benchmark",
+    )
+    model = split_model(config, single_process(torch.device("cpu")), dtype=torch.float32)
+    model.train()
+    optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
+    specs = model.split.specs
+    sampled = ConsecutiveCosine(specs, {name: tensor.dtype for name, tensor in model.stored.items()})
+    before: dict[str, torch.Tensor] = {}
+    rows = []
+    for step in range(rounds + 1):
+        more: dict[str, Any] = {"micro_batch": 8, "precision": PRECISIONS["fp32"]}
+        gradients = compute_gradients(model, verification_batch(config, step), config, step=step, **more)
+        now = {name: each.detach().clone().double() for name, each in gradients.by_name.items()}
+        if before:
+            sampled.compare(step, now)
+            product = sum(float((now[name] * before[name]).sum()) for name in now)
+            norms = [sum(float(each.square().sum()) for each in one.values()) ** 0.5 for one in (now, before)]
+            rows.append({"exact": product / norms[0] / norms[1], "sampled": cosine(sampled.sums)})
+        sampled.keep(step, now)
+        before = now
+        apply_gradients(model, optimizer, gradients, config, lr=1e-3)
+    n_parameters = count_parameters(config.model).total
+    errors = [row["sampled"] - row["exact"] for row in rows if row["sampled"] is not None]
+    elements = sampled.n_bytes // 4
+    return {
+        "parameters": n_parameters,
+        "elements": elements,
+        "share_of_bytes": sampled.n_bytes / (4 * n_parameters),
+        "largest_error": max(map(abs, errors)),
+        "deviation": statistics.fmean(error**2 for error in errors) ** 0.5,
+        "deviation_of_independent_elements": elements**-0.5,
+        "steps": rows,
     }
 
 
@@ -120,13 +172,19 @@ def _judging_seconds(health: HealthConfig) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--layers-every", type=int, default=10, help="at least 4")
+    parser.add_argument("--layers-every", type=int, default=10, help="at least 5")
+    parser.add_argument("--cosine", action="store_true", help="only the error of the cosine")
     arguments = parser.parse_args()
+    if arguments.cosine:
+        print(write_results("health_cosine", cosine_errors(arguments.rounds)))
+        return
     row = measure(arguments.rounds, arguments.layers_every)
     print(f"{row['parameters']:,} parameters, {row['step_seconds']:.3f} s a step on {row['threads']} threads")
     for name, share in row["extra"].items():
         print(f"  a step that is {name:10} {share:+.3%}")
-    print(f"  of a run {row['share']:.3%}; two steps without a watch differ by {row['spread']:.2%}")
+    print(
+        f"  of a run {row['share']:.3%}, measured at every step {row['share_of_every_step']:.3%}; two steps without a watch differ by {row['spread']:.2%}"
+    )
     print(write_results("health", row))
 
 

@@ -283,3 +283,39 @@ sys.exit(", ".join(heavy & set(sys.modules)) or 0)
     assert done.returncode == 0, done.stderr
     if "--help" in words:
         assert "modelworks plan --model llama-3-70b" in done.stdout
+
+
+def test_stages_of_a_ramp_and_states_to_go_back_to(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each stage as a run of that batch is predicted; the run's time is theirs together."""
+    keys = ["train.micro_batch=1", "health.spikes=rollback"]
+    flags = ["--hardware", "A100", "--layout", "dp_replicate=4,micro_batch=1"]
+    ramp = "train.batch_ramp=[{batch: 4, until: 30 steps}]"
+    small, full = (answered(capfd, config, *keys, f"train.global_batch={rows}", *flags)["winner"] for rows in (4, 8))
+    answer = answered(capfd, config, *keys, ramp, *flags)
+    assert answer["ramp"] == [
+        {"rows": 4, "first_step": 0, "step_seconds": small["step_seconds"], "problem": ""},
+        {"rows": 8, "first_step": 30, "step_seconds": full["step_seconds"], "problem": ""},
+    ]
+    assert answer["run"]["steps"] == 100
+    assert answer["run"]["seconds"] == pytest.approx(30 * small["step_seconds"] + 70 * full["step_seconds"])
+    # Two states, on each of four devices: parameters, first and second moment in float32.
+    assert answer["rollback"] == {"states": 2, "host_memory_bytes": 2 * 4 * 12 * answer["job"]["parameters"]}
+    assert answered(capfd, config, *keys, "health.rollback_from=disk", *flags)["rollback"] is None
+    assert frame.main(["plan", config, *keys, ramp, *flags]) == 0
+    text = capfd.readouterr().out
+    assert "batch ramp: 4 rows from step 1, " in text
+    assert "rollback: 2 states wait in each host's memory" in text
+
+
+def test_a_stage_that_the_layout_cannot_make(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A search is for the full batch, so its best may be a layout that a smaller one does not suit. The run is then told
+    as if there were no ramp."""
+    ramp = "train.batch_ramp=[{batch: 2, until: 30 steps}]"
+    flags = ["--hardware", "A100", "--gpus", "4", "--max-tp", "1"]
+    answer = answered(capfd, config, "parallel.tp=1", ramp, *flags)
+    stage, full = answer["ramp"]
+    assert answer["winner"]["keys"]["dp_replicate"] * answer["winner"]["keys"]["dp_shard"] == 4
+    assert (stage["step_seconds"], full["step_seconds"]) == (None, answer["winner"]["step_seconds"])
+    assert answer["run"]["seconds"] == pytest.approx(answer["run"]["steps"] * full["step_seconds"])
+    assert frame.main(["plan", config, "parallel.tp=1", ramp, *flags]) == 0
+    assert f"a step of 2 rows is not possible: {stage['problem']}" in " ".join(capfd.readouterr().out.split())

@@ -55,3 +55,13 @@ def test_what_cannot_be_predicted_is_an_error_that_says_why(decided, tiny_machin
     known = replace(gpu, name="NVIDIA H100 80GB HBM3")
     found = forecast(on_gpu, replace(tiny_machine, facts=replace(tiny_machine.facts, accelerator=known)), 1)
     assert found.basis == "from the catalogue's figures for H100-SXM-80GB"
+
+
+def test_stages_of_a_ramp_are_forecast_beside_the_full_batch(tiny_config, tiny_machine):
+    keys = ("train.micro_batch=2", "train.precision=fp32", "train.global_batch=8")
+    ramp = "train.batch_ramp=[{batch: 2, until: 2 steps}, {batch: 4, until: 4 steps}]"
+    found = forecast(tiny_config(*keys, ramp), tiny_machine, 1)
+    alone = [forecast(tiny_config(*keys[:2], f"train.global_batch={rows}"), tiny_machine, 1) for rows in (2, 4, 8)]
+    assert found.stages == ((2, alone[0].step_seconds), (4, alone[1].step_seconds))
+    assert found.step_seconds == alone[2].step_seconds
+    assert alone[2].stages == ()

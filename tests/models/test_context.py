@@ -76,7 +76,9 @@ def test_plain_path_equals_fused_path():
 def test_single_documents_take_the_causal_path(monkeypatch):
     masks = []
     original = contexts.grouped_attention
-    monkeypatch.setattr(contexts, "grouped_attention", lambda q, k, v, mask: masks.append(mask) or original(q, k, v, mask))
+    monkeypatch.setattr(
+        contexts, "grouped_attention", lambda q, k, v, mask: masks.append(mask) or original(q, k, v, mask)
+    )
     q, k, v = inputs()
     DocumentContext(torch.full((ROWS, LENGTH), 3)).attend(0, q, k, v)
     DocumentContext(DOCUMENTS).attend(0, q, k, v)

@@ -14,11 +14,14 @@ from modelworks.train.forecast import Forecast
 
 def forecast(config: RunConfig, machine: Machine, n_hosts: int) -> Forecast:
     """See `train.forecast.Forecaster`. Raises UserError where the planner has no account of the run or its devices."""
-    from modelworks.plan.run import predict_run  # only where a run starts
+    from modelworks.plan.ramp import ramp_stages  # only where a run starts
+    from modelworks.plan.run import candidate_of, predict_run
 
     device, basis = _device(config, machine, n_hosts)
     found = predict_run(config, device)
-    return Forecast(found.step_seconds, found.memory, basis)
+    ramp = ramp_stages(config.batches, candidate_of(config, device))[:-1]
+    stages = tuple((stage.rows, stage.step_seconds) for stage in ramp if stage.step_seconds is not None)
+    return Forecast(found.step_seconds, found.memory, basis, stages)
 
 
 def _device(config: RunConfig, machine: Machine, n_hosts: int) -> tuple[Device, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelworks.cli.plan_failures import failures_answer
 from modelworks.cli.plan_request import read_hyper
-from modelworks.config import UserError, count_parameters, nearest
+from modelworks.config import HELD_STATES, UserError, count_parameters, nearest
 from modelworks.layout import Layout
 from modelworks.plan import Candidate, Found, Limits, evaluate, search
 from modelworks.plan.answer import (
@@ -31,6 +31,7 @@ from modelworks.plan.explain import explain
 from modelworks.plan.frameworks import FRAMEWORKS, JobFacts, frameworks_for
 from modelworks.plan.job import HEADROOM, OF_PARALLEL
 from modelworks.plan.layout_keys import layout_text
+from modelworks.plan.ramp import ramp_stages, rollback_bytes
 
 if TYPE_CHECKING:
     from modelworks.cli.plan_request import Asked, Request
@@ -124,6 +125,8 @@ def _values(request: Request, found: Search | None, ranked: list[Found]) -> dict
         "search": search_answer(found) if found else None,
         "price": price_values,
         "run": None,
+        "ramp": [],
+        "rollback": None,
         "reliability": None,
         "frameworks": [],
         "hyper": hyper_answer(request.hyper) if request.hyper else None,
@@ -132,7 +135,14 @@ def _values(request: Request, found: Search | None, ranked: list[Found]) -> dict
         best = Found(ranked[0].candidate, evaluate(ranked[0].candidate, headroom=limits.headroom))  # with its timeline
         values["explanation"][2:2] = _tight(best, limits.headroom)  # beside what binds
         values["winner"] = {**layout(best), **details_answer(best.prediction)}
-        values["run"] = run_answer(job, best.prediction, request.tokens, price) if request.tokens else None
+        batches = request.run.batches
+        stages = ramp_stages(batches, best.candidate)
+        values["ramp"] = [asdict(stage) for stage in stages]
+        if request.tokens:
+            values["run"] = run_answer(job, best.prediction, request.tokens, price, batches, stages)
+        health = request.run.health
+        if health.spikes == "rollback" and health.rollback_from != "disk":
+            values["rollback"] = {"states": HELD_STATES, "host_memory_bytes": rollback_bytes(best.candidate)}
         values["reliability"] = failures_answer(best, request.failures)
         values["frameworks"] = _frameworks(best.candidate)
     return values

@@ -118,7 +118,12 @@ def _contradictions(run: RunConfig, fixed: Mapping[str, Any], n_devices: int) ->
     if not {"dp_replicate", "dp_shard"} & changes.keys():
         changes["dp_replicate"] = free
     trial = run.model_copy(update={"parallel": ParallelConfig(**changes)})
-    shared = ("train.global_batch", "train.micro_batch", "parallel.zero")  # depend on what is still free
+    shared = (
+        "train.global_batch",
+        "train.batch_ramp",
+        "train.micro_batch",
+        "parallel.zero",
+    )  # depend on what is still free
     return [problem for problem in layout_problems(trial) if not problem.startswith(shared)]
 
 

@@ -118,8 +118,8 @@ def read_request(asked: Asked, *, here: Callable[[], Device]) -> Request:
         assumed.append(f"{many}: as many as the layout of {asked.config}")
     if run.train.batch_ramp is not None:
         assumed.append(
-            f"every step has the full batch, {run.train.global_batch:,} rows: stages of train.batch_ramp, which a "
-            "layout must divide too, are not predicted"
+            f"the layout is for steps of the full batch, {run.train.global_batch:,} rows; the other stages of "
+            "train.batch_ramp are predicted with it"
         )
     job = Job(
         model=run.model,

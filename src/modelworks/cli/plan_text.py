@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from modelworks.config import format_count
@@ -107,6 +108,21 @@ def _print_nothing_fits(answer: dict[str, Any], output: Output) -> None:
                 output.print(f"    {waiting}")
 
 
+def _ramp(stages: list[dict[str, Any]]) -> Iterator[str]:
+    """One line for the ramp, and one for each stage that the layout cannot make."""
+    if not stages:
+        return
+    told = [
+        f"{stage['rows']:,} rows from step {stage['first_step'] + 1:,}, {seconds(stage['step_seconds'])} a step"
+        for stage in stages
+        if stage["step_seconds"] is not None
+    ]
+    yield f"batch ramp: {'; '.join(told)}"
+    for stage in stages:
+        if stage["problem"]:
+            yield f"  a step of {stage['rows']:,} rows is not possible: {stage['problem']}"
+
+
 def _print_run(answer: dict[str, Any], output: Output) -> None:
     run, price, failures, winner = answer["run"], answer["price"], answer["reliability"], answer["winner"]
     lines = []
@@ -118,6 +134,12 @@ def _print_run(answer: dict[str, Any], output: Output) -> None:
         cost = f", {dollars(run['usd'])}" if run["usd"] is not None else ""
         lines.append(
             f"the run: {format_count(run['tokens'])} tokens in {run['steps']:,} steps, {seconds(run['seconds'])}{cost}"
+        )
+    lines += _ramp(answer["ramp"])
+    if kept := answer["rollback"]:
+        size = f"{kept['host_memory_bytes'] / 1e9:,.1f} GB"
+        lines.append(
+            f"rollback: {kept['states']} states wait in each host's memory, {size} where all its ranks hold one"
         )
     if failures:
         lines.append(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         show_value as show_value,
     )
     from modelworks.config.health import (
+        HELD_STATES as HELD_STATES,
         LADDERS as LADDERS,
         HealthConfig as HealthConfig,
         Rung as Rung,
@@ -109,7 +110,7 @@ _OFFERS = {
         "training_flops_per_token",
     ],
     "errors": ["ConfigError", "Problem", "ProblemsError", "UserError", "nearest", "show_value"],
-    "health": ["LADDERS", "HealthConfig", "Rung"],
+    "health": ["HELD_STATES", "LADDERS", "HealthConfig", "Rung"],
     "load": ["dump_yaml", "load_run_config", "parse_run_config"],
     "lr_scaling": ["USUAL_RULES", "ScaledRate", "ScalingRule", "UsualRule", "scale_factor", "scale_rate"],
     "model": ["ModelConfig", "RopeScaling"],

@@ -19,6 +19,8 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     "stop": ("skip", "clip", "slow", "stop"),
 }
 
+HELD_STATES = 2  # in host memory for rollbacks: the one to go back to, and the one that may become it
+
 
 class HealthConfig(Frozen):
     """spikes: `off`; `warn` records them; any other is the highest rung of the answers to them, each with the ones

@@ -7,17 +7,19 @@ The names are stable and say their units: `_seconds`, `_bytes`, `_usd`, `_hours`
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from modelworks.config import count_parameters
+from modelworks.config import BatchSizes, count_parameters
 from modelworks.plan.candidate import Candidate, Prediction
 from modelworks.plan.hyper import Hyper
 from modelworks.plan.job import Job
 from modelworks.plan.layout_keys import layout_of, layout_overrides, layout_text
 from modelworks.plan.prices import Price, price_of
+from modelworks.plan.ramp import RampStage, ramp_seconds
 from modelworks.plan.search import Points, Search
 from modelworks.plan.timeline_cut import cut_curves, cut_timeline
 
@@ -135,10 +137,22 @@ def price_answer(job: Job, per_device_hour: float | None) -> tuple[Price | None,
     }
 
 
-def run_answer(job: Job, prediction: Prediction, tokens: int, price: Price | None) -> dict[str, Any]:
-    """Of the whole run, without interruptions."""
+def run_answer(
+    job: Job,
+    prediction: Prediction,
+    tokens: int,
+    price: Price | None,
+    batches: BatchSizes,
+    stages: Sequence[RampStage],
+) -> dict[str, Any]:
+    """Of the whole run, without interruptions. stages: of its batch ramp; where the layout cannot make one of them, the
+    run is told as if it had none."""
     steps = math.ceil(tokens / job.tokens)
     seconds = steps * prediction.step_seconds
+    if stages:
+        ramped = batches.steps_for(math.ceil(tokens / job.seq_len))
+        whole = ramp_seconds(stages, ramped)
+        steps, seconds = (steps, seconds) if whole is None else (ramped, whole)
     dollars = None if price is None else price.of(job.n_devices, seconds)
     return {"tokens": tokens, "steps": steps, "seconds": seconds, "usd": dollars}
 

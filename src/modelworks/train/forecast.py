@@ -19,11 +19,13 @@ from modelworks.train.recording import RunLog
 
 @dataclass(frozen=True)
 class Forecast:
-    """step_seconds: of a step. memory: bytes of the fullest rank's tensors. basis: what rates it is from, in words."""
+    """step_seconds: of a step of the full batch. memory: bytes of the fullest rank's tensors. basis: what rates it is
+    from, in words. stages: of a batch ramp, (rows, seconds) of a step in each that is not the last."""
 
     step_seconds: float
     memory: float
     basis: str
+    stages: tuple[tuple[int, float], ...] = ()
 
 
 # (the resolved run, this machine's measured figures, machines of the run) -> what is predicted. Raises UserError where
@@ -62,7 +64,8 @@ def say_forecast(
     of_step = "step of the full batch" if recording.loader.batches.ramps else "step"
     console.print(
         f"predicted: {describe_step(found.step_seconds)} a {of_step}, {format_count(speed)} tokens/s, MFU "
-        f"{recording.mfu(speed):.1%}, {format_bytes(found.memory)} of tensors on the fullest rank; {found.basis}",
+        f"{recording.mfu(speed):.1%}, {format_bytes(found.memory)} of tensors on the fullest rank; {found.basis}"
+        + "".join(f"; {describe_step(seconds)} of {rows:,} rows" for rows, seconds in found.stages),
         markup=False,
         soft_wrap=True,
     )

@@ -13,14 +13,13 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from modelworks.config import UserError, format_bytes
+from modelworks.config import HELD_STATES, UserError, format_bytes
 from modelworks.models import routing_state
 from modelworks.train.derivation import Decision
 from modelworks.train.experts import set_expert_biases
 from modelworks.train.saved_values import SavedValues
 from modelworks.train.state import TrainState
 
-HELD = 2  # at a time: the one to go back to, and the one that may become it
 _SHARE = 0.25  # of the free memory of a machine: the steps to come need some, too
 _KEY = "health.rollback_from"
 
@@ -79,11 +78,11 @@ def choose_place(state: TrainState, wanted: str, ranks_here: int) -> Decision:
     if wanted == "disk":
         return Decision(_KEY, "disk", "asked for: states of checkpoints")
     tensors = [*state.model.stored.values(), *(tensor for _, tensor in state.optimizer.named_state())]
-    needed = HELD * sum(tensor.nbytes for tensor in tensors)
+    needed = HELD_STATES * sum(tensor.nbytes for tensor in tensors)
     free = psutil.virtual_memory().available
     ranks = state.model.mesh.group("world").gather_objects((needed, int(_SHARE * free) // ranks_here))
     needed, room = max(ranks, key=lambda rank: rank[0] - rank[1])
-    sizes = f"{HELD} states of {format_bytes(needed // HELD)} on each rank"
+    sizes = f"{HELD_STATES} states of {format_bytes(needed // HELD_STATES)} on each rank"
     if needed <= room:
         return Decision(_KEY, "memory", f"{sizes}, and the last checkpoint where none of them is old enough")
     if wanted == "memory":

@@ -179,10 +179,18 @@ class Judge:
 
 
 def _plateau(blocks: Sequence[Block]) -> Iterator[Finding]:
+    """How far the loss falls from one quarter to the next is told by the slope of both (Theil 1950, Sen 1968: the median
+    of the slopes of all pairs), which is surer of it than their difference by half."""
     quarter = len(blocks) // 4
-    before, last = [b.loss for b in blocks[-2 * quarter : -quarter]], [b.loss for b in blocks[-quarter:]]
-    then, now = statistics.median(before), statistics.median(last)
-    fallen, error = then - now, math.hypot(_error(before), _error(last))
+    losses = [block.loss for block in blocks[-2 * quarter :]]
+    then, now = statistics.median(losses[:quarter]), statistics.median(losses[quarter:])
+    pairs = itertools.combinations(range(len(losses)), 2)
+    slope = statistics.median((losses[after] - losses[before]) / (after - before) for before, after in pairs)
+    around = [loss - slope * place for place, loss in enumerate(losses)]
+    middle = statistics.median(around)
+    deviation = DEVIATION * statistics.median(abs(each - middle) for each in around)
+    # Of a slope through n places: sqrt(12 / n^3) deviations; over half of them sqrt(3 / n).
+    fallen, error = -slope * quarter, deviation * math.sqrt(3 / len(losses))
     if fallen + 2 * error < 0.005 * now:
         first = blocks[-quarter].step
         text = f"since about step {first:,.0f} the loss is {now:.4g}; in as many steps before it was {then:.4g}"
@@ -215,10 +223,3 @@ def _off_the_law(blocks: Sequence[Block], begin: float) -> Iterator[Finding]:
         )
         evidence = {"loss": now, "low": law.low, "high": law.high, "floor": law.floor, "exponent": law.exponent}
         yield Finding("off the law", "", text, evidence)
-
-
-def _error(values: Sequence[float]) -> float:
-    """Standard error of their median."""
-    middle = statistics.median(values)
-    deviation = DEVIATION * statistics.median(abs(value - middle) for value in values)
-    return math.sqrt(math.pi / 2 / len(values)) * deviation
