@@ -11,7 +11,7 @@ most, the mean over K steps; of one in which every step is measured, those of a 
 
     python -m benchmarks.health --cosine
 
-how far the cosine of a sample is from that of all elements, on consecutive gradients of a Llama of 2.1M parameters.
+how far the cosine of sketches is from that of the gradients, on consecutive gradients of a Llama of 2.1M parameters.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def measure(rounds: int, layers_every: int) -> dict[str, Any]:
 
 
 def cosine_errors(rounds: int) -> dict[str, Any]:
-    """Of a sample, over consecutive steps of a short training; and what theory says of as many independent elements."""
+    """Of sketches, over consecutive steps of a short training; and the deviation that theory says."""
     config = parse_run_config(
         """
         model: {n_layers: 4, d_model: 192, n_heads: 4, d_ff: 512, vocab_size: 1024, max_seq_len: 128}
@@ -125,32 +125,30 @@ def cosine_errors(rounds: int) -> dict[str, Any]:
     model = split_model(config, single_process(torch.device("cpu")), dtype=torch.float32)
     model.train()
     optimizer = build_optimizer(model.stored.items(), config.optimizer, split=model.split)
-    specs = model.split.specs
-    sampled = ConsecutiveCosine(specs, {name: tensor.dtype for name, tensor in model.stored.items()})
+    sketched = ConsecutiveCosine(model.split, 4)
     before: dict[str, torch.Tensor] = {}
     rows = []
     for step in range(rounds + 1):
         more: dict[str, Any] = {"micro_batch": 8, "precision": PRECISIONS["fp32"]}
         gradients = compute_gradients(model, verification_batch(config, step), config, step=step, **more)
-        now = {name: each.detach().clone().double() for name, each in gradients.by_name.items()}
+        now = {name: each.detach().clone() for name, each in gradients.by_name.items()}
         if before:
-            sampled.compare(step, now)
-            product = sum(float((now[name] * before[name]).sum()) for name in now)
-            norms = [sum(float(each.square().sum()) for each in one.values()) ** 0.5 for one in (now, before)]
-            rows.append({"exact": product / norms[0] / norms[1], "sampled": cosine(sampled.sums)})
-        sampled.keep(step, now)
+            sketched.compare(step, now)
+            product = sum(float((now[name].double() * before[name].double()).sum()) for name in now)
+            norms = [sum(float(each.double().square().sum()) for each in one.values()) ** 0.5 for one in (now, before)]
+            rows.append({"exact": product / norms[0] / norms[1], "sketched": cosine(sketched.sketches)})
+        sketched.keep(step, now)
         before = now
         apply_gradients(model, optimizer, gradients, config, lr=1e-3)
     n_parameters = count_parameters(config.model).total
-    errors = [row["sampled"] - row["exact"] for row in rows if row["sampled"] is not None]
-    elements = sampled.n_bytes // 4
+    errors = [row["sketched"] - row["exact"] for row in rows if row["sketched"] is not None]
     return {
         "parameters": n_parameters,
-        "elements": elements,
-        "share_of_bytes": sampled.n_bytes / (4 * n_parameters),
+        "width": sketched.width,
+        "share_of_bytes": sketched.n_bytes / (4 * n_parameters),
         "largest_error": max(map(abs, errors)),
         "deviation": statistics.fmean(error**2 for error in errors) ** 0.5,
-        "deviation_of_independent_elements": elements**-0.5,
+        "deviation_expected": sketched.width**-0.5,
         "steps": rows,
     }
 

@@ -228,11 +228,10 @@ def plainly_shown(mesh: Mesh, overrides: list[str], n_rows: int) -> tuple[list[f
 
 
 def cosines(mesh: Mesh, overrides: list[str]) -> list[tuple[float, float]]:
-    """Of consecutive gradients in one process: (as sampled, of all elements), and what is kept in bytes a parameter."""
+    """Of consecutive gradients in one process: (as sketched, of all elements), and what is kept in bytes a parameter."""
     config = parse_run_config(NOISE, "test", overrides)
     model = split_model(config, mesh, dtype=torch.float32)
-    counted = {name: spec for name, spec in model.split.specs.items() if spec.counted}
-    sampled, found = ConsecutiveCosine(counted, dict.fromkeys(counted, torch.float32)), []
+    sketched, found = ConsecutiveCosine(model.split, 4), []
     before: dict[str, torch.Tensor] = {}
     for step in range(4):
         model.gradients.end_step()
@@ -240,16 +239,16 @@ def cosines(mesh: Mesh, overrides: list[str]) -> list[tuple[float, float]]:
         result = compute_gradients(model, batch, config, step=0, micro_batch=4, precision=PRECISIONS["fp32"])
         now = {name: tensor.clone() for name, tensor in result.by_name.items()}
         if before:
-            sampled.compare(step, now)
-            ours = cosine(sampled.sums)
+            sketched.compare(step, now)
+            ours = cosine(sketched.sketches)
             assert ours is not None
             product = sum(float((now[n].double() * before[n].double()).sum()) for n in now)
             norms = [sum(float(each.double().square().sum()) for each in one.values()) ** 0.5 for one in (now, before)]
             found.append((ours, product / norms[0] / norms[1]))
-        sampled.keep(step, now)
+        sketched.keep(step, now)
         before = now
     n_parameters = sum(tensor.numel() for tensor in now.values())
-    found.append((sampled.n_bytes / (4 * n_parameters), 0.0))
+    found.append((sketched.n_bytes / (4 * n_parameters), 0.0))
     return found
 
 

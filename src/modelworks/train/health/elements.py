@@ -19,43 +19,32 @@ class Elements:
     """About `limit` elements of the tensor, all of one that has no more. offset: another one gives other elements.
 
     weight: elements of the tensor for each in the sample, so that weighted sums estimate those of the whole. n_local:
-    how many are here. held: whether places that have to be listed are kept for the next time.
+    how many are here.
     """
 
-    def __init__(
-        self,
-        spec: ShardSpec,
-        limit: int,
-        *,
-        offset: int = 0,
-        device: torch.device | str = "cpu",
-        held: bool = True,
-    ) -> None:
+    def __init__(self, spec: ShardSpec, limit: int, *, offset: int = 0, device: torch.device | str = "cpu") -> None:
         size = math.prod(spec.shape)
         step = _step(size, limit, spec.shape[-1] if spec.shape else 1)
         first = offset % step
         self.weight = size / len(range(first, size, step)) if size else 1.0
-        self._spec, self._step, self._first = spec, step, first
-        self._slice = _slice(spec, step, first)
-        self._index = self._places(device) if held or self._slice is None else None
-        self.n_local = len(range(*self._slice)) if self._slice else len(self._index[0]) if self._index else 1
-        if not held:
-            self._index = None
+        self._index = tuple(each.to(device) for each in _places(spec, step, first))
+        self.n_local = len(self._index[0]) if self._index else 1
 
     @property
     def n_bytes(self) -> int:
-        return sum(each.nbytes for each in self._index or ())
+        return sum(each.nbytes for each in self._index)
 
     def of(self, tensor: Tensor) -> Tensor:
         """A copy in float64, (n_local,). tensor: this rank's part, of the spec's local shape."""
-        if self._slice and tensor.is_contiguous():
-            start, stop, step = self._slice
-            return tensor.view(-1)[start:stop:step].to(torch.float64, copy=True)
-        index = self._places(tensor.device) if self._index is None else self._index
-        return tensor[tuple(each.to(tensor.device) for each in index)].double().reshape(-1)
+        return tensor[tuple(each.to(tensor.device) for each in self._index)].double().reshape(-1)
 
-    def _places(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        return tuple(each.to(device) for each in _places(self._spec, self._step, self._first))
+
+def row_numbers(spec: ShardSpec) -> Tensor:
+    """Of each row that is here, its number in the whole tensor. spec: of a tensor with at least one dimension."""
+    rows = torch.zeros(1, dtype=torch.int64)
+    for size, (low, high) in zip(spec.shape, spec.bounds[:-1], strict=False):
+        rows = (rows[:, None] * size + torch.arange(low, high)).reshape(-1)
+    return rows
 
 
 def _step(size: int, limit: int, row: int) -> int:
@@ -65,25 +54,12 @@ def _step(size: int, limit: int, row: int) -> int:
     return step
 
 
-def _slice(spec: ShardSpec, step: int, first: int) -> tuple[int, int, int] | None:
-    """Of this rank's part written out: start, stop and step; None where that is no unbroken part of the whole."""
-    if not spec.shape or any(
-        bounds != (0, size) for bounds, size in list(zip(spec.bounds, spec.shape, strict=True))[1:]
-    ):
-        return None
-    row = math.prod(spec.shape[1:])
-    low, high = (row * bound for bound in spec.bounds[0])
-    return (first - low) % step, high - low, step
-
-
 def _places(spec: ShardSpec, step: int, first: int) -> list[Tensor]:
     """By dimension, where the elements here are that stand at first, first + step, … in the whole tensor."""
     if not spec.shape:
         return []
     *leading, (start, stop) = spec.bounds
-    rows = torch.zeros(1, dtype=torch.int64)  # of each row here, its number in the whole tensor
-    for size, (low, high) in zip(spec.shape, leading, strict=False):
-        rows = (rows[:, None] * size + torch.arange(low, high)).reshape(-1)
+    rows = row_numbers(spec)
     width = stop - start
     # In each row the first column here whose place is one of those wanted, and the ones that follow.
     column = (first - rows * spec.shape[-1] - start) % step

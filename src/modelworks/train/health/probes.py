@@ -48,8 +48,8 @@ class Probes:
         self.layers, self.micro = LayerProbe(model.split), MicroGradients(model)
         self.forward = ForwardProbe(mesh, config.model.n_layers, config.parallel.cp_mode)
         self.norms = GradientNorms(model.split, float(config.train.grad_clip_norm))
-        specs = {name: model.split.specs[name] for name in self.layers.counted}
-        self.cosine = ConsecutiveCosine(specs, {name: model.stored[name].dtype for name in specs})
+        itemsize = min((tensor.dtype.itemsize for tensor in model.stored.values()), default=4)
+        self.cosine = ConsecutiveCosine(model.split, itemsize)
         self._targets, self._sequences = 0.0, 0
 
     def before_passes(self, step: int, parts: Sequence[Batch], targets: float, scale: float) -> None:
@@ -79,11 +79,11 @@ class Probes:
         mesh = self._model.mesh
         ranks = torch.zeros(3, mesh.layout.world_size, dtype=torch.float64)
         ranks[:, mesh.rank] = torch.tensor([busy, jitter, device_share], dtype=torch.float64)
-        own = [self.layers.sums, self.micro.sums(), self.cosine.sums, self.forward.squares.cpu(), ranks]
+        own = [self.layers.sums, self.micro.sums(), self.cosine.sketches, self.forward.squares.cpu(), ranks]
         world = mesh.group("world")
         total = world.all_reduce_(torch.cat([one.flatten() for one in own]).to(mesh.device)).cpu()
         largest = world.all_reduce_(self.forward.largest, "max")
-        layers, micro, products, squares, ranks = torch.split(total, [one.numel() for one in own])
+        layers, micro, sketches, squares, ranks = torch.split(total, [one.numel() for one in own])
         groups, disagreement = self.micro.read(micro)
         busy_by_rank, jitters, shares = ranks.view_as(own[-1]).tolist()
         return StepFigures(
@@ -92,7 +92,7 @@ class Probes:
             disagreement,
             busy_by_rank,
             jitters,
-            cosine(products),
+            cosine(sketches.view_as(self.cosine.sketches)),
             largest.tolist(),
             [math.sqrt(square / count) for square, count in squares.view(-1, 2).tolist()],
             shares,
