@@ -3,8 +3,8 @@
     python -m benchmarks.health [--rounds N] [--layers-every K]
 
 A Llama of 18.9M parameters, 16 x 256 tokens a step in 4 micro-batches. A round is five steps: one without a watch; one
-like most (judged, with the gradient norm of every layer); one whose gradient is kept small for the next one's cosine as
-well; one that is measured (figures of every layer, noise of every micro-batch, logits, activations, the update); and one
+like most (judged, with the gradient norm of every layer); one whose gradient is sketched for the next one's cosine too;
+one that is measured (figures of every layer, noise of every micro-batch, logits, activations, the update); and one
 more without a watch. Records are written to disk. The cost of a kind of step is the median over rounds of its seconds
 over the mean of the two without, less 1; of a run, in which one step in K is measured, one sampled and all others like
 most, the mean over K steps; of one in which every step is measured, those of a sampled and a measured one together.
@@ -180,9 +180,8 @@ def main() -> None:
     print(f"{row['parameters']:,} parameters, {row['step_seconds']:.3f} s a step on {row['threads']} threads")
     for name, share in row["extra"].items():
         print(f"  a step that is {name:10} {share:+.3%}")
-    print(
-        f"  of a run {row['share']:.3%}, measured at every step {row['share_of_every_step']:.3%}; two steps without a watch differ by {row['spread']:.2%}"
-    )
+    print(f"  of a run {row['share']:.3%}, measured at every step {row['share_of_every_step']:.3%}")
+    print(f"  two steps without a watch differ by {row['spread']:.2%}")
     print(write_results("health", row))
 
 
