@@ -108,6 +108,33 @@ def test_a_seed_gives_the_same_whatever_else_runs(server: Running) -> None:
     assert texts[0] == texts[2] == alone
 
 
+def test_output_of_a_form(server: Running) -> None:
+    with httpx2.Client(base_url=server.url, timeout=30) as http:
+        body = {"prompt": "the cat", "max_tokens": 40, "seed": 1, "n": 2}
+        choices = http.post(
+            "/v1/completions", json={**body, "structured_outputs": {"choice": ["yes!", "no (not)"]}}
+        ).json()
+        assert {choice["text"] for choice in choices["choices"]} <= {"yes!", "no (not)"}
+        assert {choice["finish_reason"] for choice in choices["choices"]} == {"stop"}
+        schema = {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 22]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+        form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+        found = http.post("/v1/completions", json={**body, "response_format": form}).json()["choices"][0]["text"]
+        assert json.loads(found)["a"] in (1, 22)
+        for field, value in (
+            ("structured_outputs", {"regex": "a|("}),
+            ("structured_outputs", {"grammar": "start: ???"}),
+            ("response_format", {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "nothing"}}}),
+        ):
+            wrong = http.post("/v1/completions", json={**body, field: value})
+            assert wrong.status_code == 400, wrong.text
+            assert wrong.json()["error"]["param"] == field
+
+
 def test_a_prefix_that_is_cached_is_told(server: Running) -> None:
     body = {"prompt": "the cat sat on a mat and the dog ran over it" * 3, "max_tokens": 2, "temperature": 0}
     with httpx2.Client(base_url=server.url, timeout=30) as http:
