@@ -35,7 +35,7 @@ class EngineOptions:
     memory_share: float | None = None
     block_size: int = 16
     token_budget: int = 512
-    stall: float | None = 2.0
+    stall: float | None = 1.8
     max_running: int = 64
     kv_dtype: KvDtype = "auto"
     prefix_cache: bool = True

@@ -5,8 +5,9 @@ D + c P, which is at most `stall` times D for
 
     c = (stall - 1) D / P
 
-Both are measured as the engine runs, as moving averages: P where nothing is decoded, D where nothing else is done, and
-where both are, both change by the factor by which their sum was off.
+Both are measured as the engine runs, as moving averages: P where nothing is decoded, D where nothing else is done.
+Where both are done, what their sum was off is shared between them as if each of c P and D were wrong at random, c P six
+times as much: it depends on the chunk and on what lies before it, and decoding alone is measured most of the time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 from modelworks.serve.scheduler import Step
 
 _LEAST = 16  # tokens: less is no faster, as the weights are read once a step in any case
-_WEIGHT = 0.2  # of a new measurement in the average
+_DOUBT = 6.0  # see above
+_WEIGHT = 0.25  # of a new measurement in the average
 
 
 class Pace:
@@ -35,8 +37,10 @@ class Pace:
         elif n_chunked == 0:
             self._decode_seconds = _average(decode, seconds)
         elif decode and token:
-            factor = _average(1.0, seconds / (decode + n_chunked * token))
-            self._decode_seconds, self._prompt_token_seconds = decode * factor, token * factor
+            off = _WEIGHT * (seconds - decode - n_chunked * token)
+            share = decode**2 / (decode**2 + (_DOUBT * n_chunked * token) ** 2)
+            self._decode_seconds = max(decode + share * off, decode / 2)
+            self._prompt_token_seconds = max(token + (1 - share) * off / n_chunked, token / 2)
 
     @property
     def long_budget(self) -> int:
