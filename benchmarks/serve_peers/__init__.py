@@ -1,0 +1,1 @@
+"""Drivers of serving engines, each run in the environment of its engine: see `_driver`."""
