@@ -98,18 +98,15 @@ def test_every_line_has_its_answer(whole: tuple[Path, bytes]) -> None:
     source, content = whole
     rows = [json.loads(text) for text in content.splitlines()]
     assert len(rows) == count_requests(source) == len(GOOD) + len(WRONG) + len(REFUSED)
-    assert [request.id for request in read_requests(source)] == sorted(
-        (row["id"] for row in rows), key=[request.id for request in read_requests(source)].index
-    )
-    good = {
-        row["custom_id"]: row["response"]["body"] for row in rows if (row["response"] or {}).get("status_code") == 200
-    }
+    assert sorted(row["id"] for row in rows) == sorted(request.id for request in read_requests(source))
+    responses = [(row["custom_id"], row["response"]) for row in rows if row["response"]]
+    good = {name: response["body"] for name, response in responses if response["status_code"] == 200}
     assert good["first"]["choices"][0]["text"] == "hell"
     assert len(good["two"]["choices"]) == 2
     assert good["talk"]["choices"][0]["message"]["content"]
     assert "ü\ud800" in good
     assert Counter(row["error"]["code"] for row in rows if row["error"]) == Counter(WRONG.values())
-    refused = [row["response"] for row in rows if row["response"] and row["response"]["status_code"] != 200]
+    refused = [response for _, response in responses if response["status_code"] != 200]
     told = Counter((each["status_code"], each["body"]["error"]["param"]) for each in refused)
     assert told == Counter(REFUSED.values())
     assert "did you mean `temperature`?" in json.dumps(refused)

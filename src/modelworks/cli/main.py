@@ -39,6 +39,7 @@ COMMANDS = {
     "runs": "List, show and compare runs.",
     "generate": "Continue a prompt with a model.",
     "serve": "Serve a model over HTTP, with OpenAI's API.",
+    "batch": "Answer a file of requests with a model, offline.",
     "bench-serve": "Measure an OpenAI-compatible endpoint under a load.",
     "eval": "Measure a model on text or on question sets.",
     "checkpoint": "List, verify and prune checkpoints; export and import models.",

@@ -1,7 +1,7 @@
 """The two files of an offline batch, in OpenAI's format: requests, one JSON object a line, and their answers.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": […]}}
-    {"id": "batch_req_…", "custom_id": "a", "response": {"status_code": 200, "request_id": …, "body": {…}}, "error": null}
+    {"id": "batch_req_…", "custom_id": "a", "response": {"status_code": 200, "request_id": …, "body": …}, "error": null}
 
 An answer's `id` is a digest of its request's line. That makes a batch resumable: whoever is killed leaves whole lines
 and at most a part of one; opening the file again drops the part, and what is answered is not asked again. `response` is
@@ -51,7 +51,7 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
             seen[digest] += 1
             request = _parse(request_id, text, f"line {number}")
             if request.custom_id is not None and request.problem is None:
-                name = hashlib.blake2b(request.custom_id.encode(), digest_size=12).digest()
+                name = hashlib.blake2b(request.custom_id.encode("utf-8", "surrogatepass"), digest_size=12).digest()
                 if name in names:
                     told = f"line {number}: custom_id {show_value(request.custom_id)} is that of an earlier line"
                     request = BatchRequest(request_id, request.custom_id, problem=("duplicate_custom_id", told))

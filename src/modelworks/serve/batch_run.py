@@ -58,7 +58,7 @@ async def run_batch(
 
     tell: is called after each. Raises EngineKeepsDying where no engine is left to answer.
     """
-    app, counts, suspects = build_app(service), BatchCounts(), asyncio.Lock()
+    door, counts = _Door(build_app(service), engine), BatchCounts()
 
     async def work() -> None:
         for request in requests:  # shared by all: each takes the next
@@ -69,7 +69,7 @@ async def run_batch(
                 answers.write(request, None, {"code": code, "message": message})
                 counts.errors[code] += 1
             else:
-                response = await _answer(app, engine, request, suspects)
+                response = await door.answer(request)
                 answers.write(request, response, None)
                 _count(counts, response)
             tell(counts)
@@ -83,30 +83,44 @@ async def run_batch(
     return counts
 
 
-async def _answer(app: ASGIApp, engine: Supervisor, request: BatchRequest, suspects: asyncio.Lock) -> dict[str, Any]:
-    response = await _ask(app, engine, request)
-    while response["status_code"] == 429 and engine.n_requests:  # the queue is full, and others will leave it
-        await asyncio.sleep(_POLL_SECONDS)
-        response = await _ask(app, engine, request)
-    for _ in range(_ATTEMPTS - 1):
-        if response["status_code"] == 503:
-            async with suspects:
-                response = await _ask(app, engine, request)
-    return response
+class _Door:
+    """Where requests go in, however often it takes."""
 
+    def __init__(self, app: ASGIApp, engine: Supervisor) -> None:
+        self._app, self._engine = app, engine
+        self._inside = 0
+        self._suspects = asyncio.Lock()
 
-async def _ask(app: ASGIApp, engine: Supervisor, request: BatchRequest) -> dict[str, Any]:
-    """The application's response, once there is an engine."""
-    while engine.health().state != "running":
-        if engine.gave_up.is_set():
-            raise EngineKeepsDying(engine.health().error or "")
-        await asyncio.sleep(_POLL_SECONDS)
-    status, headers, content = await _call(app, request.url, request.body)
-    return {
-        "status_code": status,
-        "request_id": headers.get(b"x-request-id", b"").decode() or request.id,
-        "body": json.loads(content),
-    }
+    async def answer(self, request: BatchRequest) -> dict[str, Any]:
+        response = await self._ask_where_there_is_room(request)
+        for _ in range(_ATTEMPTS - 1):
+            if response["status_code"] == 503:
+                async with self._suspects:
+                    response = await self._ask_where_there_is_room(request)
+        return response
+
+    async def _ask_where_there_is_room(self, request: BatchRequest) -> dict[str, Any]:
+        """A full queue is waited for. Who is refused with nobody else inside will always be."""
+        while True:
+            alone = self._inside == 0
+            response = await self._ask(request)
+            if response["status_code"] != 429 or alone:
+                return response
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _ask(self, request: BatchRequest) -> dict[str, Any]:
+        """The application's response, once there is an engine."""
+        while self._engine.health().state != "running":
+            if self._engine.gave_up.is_set():
+                raise EngineKeepsDying(self._engine.health().error or "")
+            await asyncio.sleep(_POLL_SECONDS)
+        self._inside += 1
+        try:
+            status, headers, content = await _call(self._app, request.url, request.body)
+        finally:
+            self._inside -= 1
+        request_id = headers.get(b"x-request-id", b"").decode() or request.id
+        return {"status_code": status, "request_id": request_id, "body": json.loads(content)}
 
 
 async def _call(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
