@@ -26,13 +26,15 @@ from modelworks.serve.native_weights import LANES, LayerWeights, ModelWeights, N
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ACTIVATIONS = {"swiglu": 0, "geglu": 1, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_PHASES = ("embedding", "norms", "qkv", "attention", "output", "up", "down", "head", "waiting")
+_FLAGS = ("-fvisibility=hidden", "-ffp-contract=fast")
 _WRONG = ("", "tokens", "positions", "slots", "starts, lengths and tables", "wanted")
 
 
 class NativeExecutor:
     """An `Executor`. Raises Unavailable, with the reason, for what it does not know.
 
-    n_threads: of its own; default torch's number at the time. Weights are copied (packed): a model that nothing else
+    n_threads: of its own; default torch's number at the time. profile: keep what `seconds` tells. Weights are copied (packed): a model that nothing else
     uses may be dropped.
     """
 
@@ -47,10 +49,11 @@ class NativeExecutor:
         kv_dtype: str = "auto",
         batch_invariant: bool = False,  # it always is
         n_threads: int | None = None,
+        profile: bool = False,
     ) -> None:
         if reason := _unsupported(model, kv_dtype):
             raise Unavailable(reason)
-        self._library = _library()
+        self._library = _library(profile)
         self.config, self.n_blocks, self.block_size = model.config, n_blocks, block_size
         self._weights = NativeWeights(model)
         dtype = self._weights.dtype if kv_dtype == "auto" else _DTYPES[kv_dtype]
@@ -85,6 +88,10 @@ class NativeExecutor:
         if wrong := self._library.modelworks_serve_run(self._open, ctypes.byref(described)):
             raise ValueError(f"a batch's {_WRONG[wrong]} are out of range")
         return logits
+
+    def seconds(self) -> dict[str, float]:
+        """What the calling thread has spent so far on each phase of a step; zeros without `profile`."""
+        return {name: self._library.modelworks_serve_seconds(self._open, i) for i, name in enumerate(_PHASES)}
 
     def close(self) -> None:
         engine, self._engine = self._engine, None
@@ -198,10 +205,10 @@ class _Batch(ctypes.Structure):
     ]
 
 
-def _library() -> ctypes.CDLL:
+def _library(profile: bool = False) -> ctypes.CDLL:
     directory = Path(__file__).with_name("kernels")
     sources = sorted((*directory.glob("*.cpp"), *directory.glob("*.h")))
-    library = load("serve", sources, flags=("-fvisibility=hidden", "-ffp-contract=fast"))
+    library = load("serve", sources, flags=(*_FLAGS, *["-DMODELWORKS_PROFILE"] * profile))
     pointer = ctypes.c_void_p
     library.modelworks_serve_open.restype = pointer
     library.modelworks_serve_open.argtypes = [pointer, pointer]
@@ -210,6 +217,8 @@ def _library() -> ctypes.CDLL:
     library.modelworks_serve_run.argtypes = [pointer, pointer]
     library.modelworks_serve_copy_blocks.argtypes = [pointer, pointer, ctypes.c_int64]
     library.modelworks_serve_copy_blocks.restype = None
+    library.modelworks_serve_seconds.restype = ctypes.c_double
+    library.modelworks_serve_seconds.argtypes = [pointer, ctypes.c_int32]
     library.modelworks_serve_size.restype = ctypes.c_int64
     for which, mirror in enumerate((_Shape, LayerWeights, ModelWeights, _Batch)):
         assert library.modelworks_serve_size(which) == ctypes.sizeof(mirror), mirror.__name__

@@ -72,6 +72,7 @@ void TypedEngine<Element, Kv>::run(const Batch& batch) {
 template <class Element, class Kv>
 void TypedEngine<Element, Kv>::run_thread(const Batch& batch, int thread) {
   const int n = batch.n_tokens;
+  phases_.start(thread);
   embed(batch, thread);
   for (int i = 0; i < shape_.n_layers; i++) {
     const LayerWeights& layer = weights_.layers[i];
@@ -88,9 +89,11 @@ void TypedEngine<Element, Kv>::run_thread(const Batch& batch, int thread) {
         store(out + i, load(sums + i) + bias);
       }
     });
-    team_.barrier();
+    phases_.mark(thread, Phase::kQkv);
+    wait(thread);
     attend(batch, thread, layer);
-    team_.barrier();
+    phases_.mark(thread, Phase::kAttention);
+    wait(thread);
 
     const auto add_to_stream = [&](const float* bias) {
       return [this, bias](int row, int panel, const float* sums) {
@@ -103,7 +106,8 @@ void TypedEngine<Element, Kv>::run_thread(const Batch& batch, int thread) {
       };
     };
     multiply(team_, thread, attended_.data(), attended_stride_, n, output, &up, add_to_stream(layer.output_bias));
-    team_.barrier();
+    phases_.mark(thread, Phase::kOutput);
+    wait(thread);
     a = normed(thread, norm(layer.feed_forward_norm, layer.feed_forward_norm_bias), n, nullptr, 1.0f);
     const Activation activation = static_cast<Activation>(shape_.activation);
     multiply(team_, thread, a, stream_stride_, n, up, &down, [&](int row, int panel, const float* sums) {
@@ -118,9 +122,11 @@ void TypedEngine<Element, Kv>::run_thread(const Batch& batch, int thread) {
         store(out + panel * kPanel + kLanes, activated(activation, y));
       }
     });
-    team_.barrier();
+    phases_.mark(thread, Phase::kUp);
+    wait(thread);
     multiply(team_, thread, inner_.data(), inner_stride_, n, down, &next, add_to_stream(layer.down_bias));
-    team_.barrier();
+    phases_.mark(thread, Phase::kDown);
+    wait(thread);
   }
   const Norm last = norm(weights_.final_norm, weights_.final_norm_bias);
   const Element* a = normed(thread, last, batch.n_wanted, batch.wanted, shape_.output_multiplier);
@@ -130,6 +136,7 @@ void TypedEngine<Element, Kv>::run_thread(const Batch& batch, int thread) {
              const int column = panel * kPanel, n_columns = std::min(kPanel, shape_.vocab_size - column);
              std::memcpy(batch.logits + ptrdiff_t{row} * shape_.vocab_size + column, sums, n_columns * sizeof(float));
            });
+  phases_.mark(thread, Phase::kHead);
 }
 
 template <class Element, class Kv>
@@ -154,7 +161,8 @@ void TypedEngine<Element, Kv>::embed(const Batch& batch, int thread) {
     widened(positions + batch.positions[t] * shape_.d_model, shape_.d_model, other.data());
     for (int i = 0; i < shape_.d_model; i++) x[i] += other[i];
   });
-  team_.barrier();
+  phases_.mark(thread, Phase::kEmbedding);
+  wait(thread);
 }
 
 template <class Element, class Kv>
@@ -167,10 +175,12 @@ const Element* TypedEngine<Element, Kv>::normed(int thread, const Norm& norm, in
   if (n_rows <= kAloneRows) {
     Element* out = scratch_[thread].normed.data();
     for (int i = 0; i < n_rows; i++) row(i, out);
+    phases_.mark(thread, Phase::kNorms);
     return out;
   }
   team_.share(thread, n_rows, [&](int i) { row(i, normed_.data()); });
-  team_.barrier();
+  phases_.mark(thread, Phase::kNorms);
+  wait(thread);
   return normed_.data();
 }
 
@@ -272,6 +282,10 @@ extern "C" int32_t modelworks_serve_run(void* engine, const Batch* batch) {
 
 extern "C" void modelworks_serve_copy_blocks(void* engine, const int64_t* pairs, int64_t n_pairs) {
   static_cast<Engine*>(engine)->copy_blocks(pairs, n_pairs);
+}
+
+extern "C" double modelworks_serve_seconds(void* engine, int32_t phase) {
+  return static_cast<Engine*>(engine)->phases().seconds(phase);
 }
 
 extern "C" int64_t modelworks_serve_size(int32_t which) {

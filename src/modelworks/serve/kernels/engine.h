@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "interface.h"
+#include "phases.h"
 #include "plan.h"
 #include "pointwise.h"
 #include "product.h"
@@ -42,6 +43,7 @@ class Engine {
   virtual void run(const Batch& batch) = 0;
   virtual void copy_blocks(const int64_t* pairs, int64_t n_pairs) = 0;
   BatchError check(const Batch& batch) const;
+  const Phases& phases() const { return phases_; }
 
  protected:
   Engine(const ModelShape& shape, const ModelWeights& weights)
@@ -51,6 +53,7 @@ class Engine {
   const ModelShape shape_;
   ModelWeights weights_;
   std::vector<LayerWeights> layers_;
+  Phases phases_;
 };
 
 // Element: of weights and of what is multiplied with them. Kv: of the cache, and of what is multiplied with it.
@@ -71,6 +74,10 @@ class TypedEngine final : public Engine {
   };
 
   void run_thread(const Batch& batch, int thread);
+  void wait(int thread) {
+    team_.barrier();
+    phases_.mark(thread, Phase::kWaiting);
+  }
   void embed(const Batch& batch, int thread);
   // The residual stream's rows (of `wanted`, or all) normed: what a product reads.
   const Element* normed(int thread, const Norm& norm, int n_rows, const int64_t* wanted, float multiplier);

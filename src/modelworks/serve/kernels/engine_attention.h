@@ -16,7 +16,8 @@ void TypedEngine<Element, Kv>::attend(const Batch& batch, int thread, const Laye
       for (int head = 0; head < n_heads; head++)
         store_keys(batch, layer, head, sequence, token, token + 1, 0, batch.lengths[sequence], scratch);
     });
-    team_.barrier();
+    phases_.mark(thread, Phase::kAttention);
+    wait(thread);
   }
   team_.share(thread, static_cast<int>(plan_.pieces.size()) * n_heads, [&](int i) {
     attend_piece(batch, layer, plan_.pieces[i / n_heads], i % n_heads, scratch);

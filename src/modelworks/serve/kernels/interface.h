@@ -57,6 +57,8 @@ MODELWORKS_EXPORT void modelworks_serve_close(void* engine);
 MODELWORKS_EXPORT int32_t modelworks_serve_run(void* engine, const Batch* batch);
 // pairs: (n_pairs, 2), (from, to), copied in this order.
 MODELWORKS_EXPORT void modelworks_serve_copy_blocks(void* engine, const int64_t* pairs, int64_t n_pairs);
+// Spent in a phase (phases.h) since the engine was opened; 0 unless compiled to tell.
+MODELWORKS_EXPORT double modelworks_serve_seconds(void* engine, int32_t phase);
 // Bytes by which shapes are checked against Python's mirror of them.
 MODELWORKS_EXPORT int64_t modelworks_serve_size(int32_t which);
 }

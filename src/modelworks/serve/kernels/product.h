@@ -86,6 +86,7 @@ void multiply(Team& team, int thread, const Element* a, ptrdiff_t stride, int n_
     const int panel = piece / n_blocks, block = piece % n_blocks;
     const int first = block * kRowsOfPiece, end = std::min(n_rows, first + kRowsOfPiece);
     const int n_tiles = divide_up(end - first, kTileRows);
+    const int tile_rows = divide_up(end - first, n_tiles);  // of one size: small ones are slow
     Fetch fetch;
     if (block == 0) {
       const bool here = piece + n_blocks <= last && panel + 1 < weight.n_panels;
@@ -98,8 +99,8 @@ void multiply(Team& team, int thread, const Element* a, ptrdiff_t stride, int n_
       }
     }
     alignas(64) float sums[kTileRows * kPanel];
-    for (int row = first; row < end; row += kTileRows) {
-      const int n = std::min(kTileRows, end - row);
+    for (int row = first; row < end; row += tile_rows) {
+      const int n = std::min(tile_rows, end - row);
       multiply_some_rows<Element>(n, a + row * stride, stride, weight.panel(panel), weight.n_steps, fetch, sums);
       for (int r = 0; r < n; r++) finish(row + r, panel, sums + r * kPanel);
       if (fetch.from != nullptr) fetch.from += weight.n_steps * fetch.bytes_per_step;

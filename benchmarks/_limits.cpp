@@ -1,0 +1,92 @@
+// What this machine can do at most, for shares of it: bytes read from memory and products summed, per second.
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include <sys/mman.h>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+typedef float Floats __attribute__((vector_size(64)));
+volatile float kept;
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+template <class Work>
+double seconds(int n_threads, Work work) {
+  const double started = now();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < n_threads; t++) threads.emplace_back([=] { work(t); });
+  for (auto& thread : threads) thread.join();
+  return now() - started;
+}
+
+void read_all(const char* from, size_t n_bytes) {
+  Floats sums[4] = {};
+  for (size_t i = 0; i < n_bytes; i += 256)
+    for (int k = 0; k < 4; k++) {
+      __builtin_prefetch(from + i + 4096 + 64 * k, 0, 2);
+      sums[k] += *reinterpret_cast<const Floats*>(from + i + 64 * k);
+    }
+  kept = sums[0][0] + sums[1][0] + sums[2][0] + sums[3][0];
+}
+
+void multiply(long n, bool bfloat16) {
+  Floats sums[12], a = Floats{} + 1.0f;
+  for (auto& sum : sums) {
+    sum = a;
+    asm volatile("" : "+x"(sum));  // or the compiler would see that all are equal and keep one
+  }
+  asm volatile("" : "+x"(a));
+#ifdef __AVX512BF16__
+  if (bfloat16) {
+    for (long i = 0; i < n; i++)
+      for (auto& sum : sums) sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)a);
+    for (auto& sum : sums) kept = sum[0];
+    return;
+  }
+#endif
+  for (long i = 0; i < n; i++)
+    for (auto& sum : sums) sum = sum + a * a;
+  for (auto& sum : sums) kept = sum[0];
+}
+
+}  // namespace
+
+extern "C" double bytes_per_second(int n_threads) {
+  const size_t n_bytes = size_t{512} << 20;
+  void* memory = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return 0.0;
+#ifdef MADV_HUGEPAGE
+  madvise(memory, n_bytes, MADV_HUGEPAGE);
+#endif
+  std::memset(memory, 0, n_bytes);
+  double best = 0.0;
+  const size_t each = n_bytes / n_threads / 256 * 256;
+  for (int round = 0; round < 5; round++)
+    best = std::max(best, each * n_threads / seconds(n_threads, [=](int t) {
+                            read_all(static_cast<const char*>(memory) + t * each, each);
+                          }));
+  munmap(memory, n_bytes);
+  return best;
+}
+
+extern "C" double operations_per_second(int n_threads, int bfloat16) {
+#ifndef __AVX512BF16__
+  bfloat16 = 0;  // is computed in float32 then
+#endif
+  const long n = 5'000'000;
+  double best = 0.0;
+  for (int round = 0; round < 3; round++) {
+    const double operations = 12.0 * 2 * 16 * (bfloat16 ? 2 : 1) * n * n_threads;
+    best = std::max(best, operations / seconds(n_threads, [=](int) { multiply(n, bfloat16); }));
+  }
+  return best;
+}
