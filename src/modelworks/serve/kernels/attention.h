@@ -191,6 +191,13 @@ void hide(const HeadCache<Kv>& cache, const Sight& sight, bool has_window, int f
   }
 }
 
+// Asks for a tile before it is needed. Tiles lie where blocks happen to be, so that the processor cannot foresee them.
+template <class Kv>
+void fetch_tile(const CacheShape& shape, const Kv* tile) {
+  const char* from = reinterpret_cast<const char*>(tile);
+  for (ptrdiff_t i = 0; i < shape.tile_size() * ptrdiff_t{sizeof(Kv)}; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
 // The softmax of `queries` (n_rows, padded_dim) over tiles `begin` to `end`, of which no row sees more than `n_keys`.
 // scores: scratch (n_rows, kGroupKeys); weights: likewise.
 template <class Kv>
@@ -220,9 +227,12 @@ void attend_tiles(const HeadCache<Kv>& cache, const Kv* queries, const Sight* si
       keys[v] = cache.layer.keys + offset, values[v] = cache.layer.values + offset;
       whole = whole && shape.keys_in(first + v) == kTileKeys && shape.first_key(first + v) + kTileKeys <= fewest;
     }
+    for (int v = 0; v < n_tiles; v++) fetch_tile(shape, values[v]);
     for (int r = 0; r < n_rows; r += kAttentionRows)
       score_some_rows<Kv>(std::min(kAttentionRows, n_rows - r), queries + ptrdiff_t{r} * padded_dim, padded_dim, keys,
                           scores + ptrdiff_t{r} * kGroupKeys);
+    for (int tile = first + kGroupTiles; tile < std::min(end, first + 2 * kGroupTiles); tile++)
+      fetch_tile(shape, cache.layer.keys + cache.offset(tile));
     for (int r = 0; r < n_rows; r++) {
       float* row = scores + ptrdiff_t{r} * kGroupKeys;
       if (!whole) hide(cache, sights[r], has_window, first, n_tiles, row);

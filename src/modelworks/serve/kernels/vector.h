@@ -78,13 +78,20 @@ inline float largest_of(Floats x) {
   return x[0] > x[1] ? x[0] : x[1];
 }
 
-// 2^x to 2e-7 of it; 0 below 2^-126, the largest finite power of two above 2^127; a NaN stays one.
+// 2^x to 2e-7 of it, from 2^-126 to 2^127; beyond them about 0 and something large (of -infinity 0). A NaN stays one.
 // The polynomial is that of Cephes' exp2f (Moshier), for fractions from -1/2 to 1/2.
 inline Floats power_of_two(Floats x) {
-  const Floats bounded = x > 127.0f ? broadcast(127.0f) : (x < -126.0f ? broadcast(-126.0f) : x);
   constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, left in the lowest bits
+#ifdef __AVX512F__
+  // These give their second operand where one is a NaN. The scaling below makes infinity and zero of the bounds.
+  const __m512 above = _mm512_max_ps(_mm512_set1_ps(-160.0f), reinterpret_cast<__m512>(x));
+  const Floats bounded = reinterpret_cast<Floats>(_mm512_min_ps(_mm512_set1_ps(160.0f), above));
+#else
+  const Floats bounded = x > 127.0f ? broadcast(127.0f) : (x < -126.0f ? broadcast(-126.0f) : x);
+#endif
   const Floats shifted = bounded + kShift;
-  const Floats fraction = bounded - (shifted - kShift);
+  const Floats whole = shifted - kShift;
+  const Floats fraction = bounded - whole;
   Floats y = broadcast(1.535336188319500e-4f);
   y = y * fraction + 1.339887440266574e-3f;
   y = y * fraction + 9.618437357674640e-3f;
@@ -92,8 +99,12 @@ inline Floats power_of_two(Floats x) {
   y = y * fraction + 2.402264791363012e-1f;
   y = y * fraction + 6.931472028550421e-1f;
   y = y * fraction + 1.0f;
+#ifdef __AVX512F__
+  return reinterpret_cast<Floats>(_mm512_scalef_ps(reinterpret_cast<__m512>(y), reinterpret_cast<__m512>(whole)));
+#else
   const Words exponent = (reinterpret_cast<Words>(shifted) - (0x4b400000u - 127u)) << 23;
   return x < -126.0f ? Floats{} : y * reinterpret_cast<Floats>(exponent);
+#endif
 }
 
 // How elements are multiplied and summed: `kDepth` of them lie side by side in each 32-bit lane.
