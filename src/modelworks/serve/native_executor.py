@@ -34,7 +34,8 @@ _WRONG = ("", "tokens", "positions", "slots", "starts, lengths and tables", "wan
 class NativeExecutor:
     """An `Executor`. Raises Unavailable, with the reason, for what it does not know.
 
-    n_threads: of its own; default torch's number at the time. profile: keep what `seconds` tells. Weights are copied (packed): a model that nothing else
+    n_threads: of its own; default torch's number at the time. profile: keep what `seconds` tells. Weights are copied
+    (packed): a model that nothing else uses may be dropped.
     uses may be dropped.
     """
 
@@ -92,6 +93,11 @@ class NativeExecutor:
     def seconds(self) -> dict[str, float]:
         """What the calling thread has spent so far on each phase of a step; zeros without `profile`."""
         return {name: self._library.modelworks_serve_seconds(self._open, i) for i, name in enumerate(_PHASES)}
+
+    @property
+    def packed_weights(self) -> Tensor:
+        """All packed matrices, one after another."""
+        return self._weights.matrices
 
     def close(self) -> None:
         engine, self._engine = self._engine, None

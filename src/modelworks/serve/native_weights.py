@@ -58,7 +58,7 @@ def large_pages(n_bytes: int) -> Tensor:
 class NativeWeights:
     """Packed copies of a whole model's weights. Of the model itself only the embeddings are held on to.
 
-    `layers` and `model` point into memory that this object owns. dtype: of the matrices.
+    `layers` and `model` point into memory that this object owns. matrices: packed, one after another; dtype: theirs.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -68,7 +68,7 @@ class NativeWeights:
         self._held: list[Tensor] = []
         head = model.head_weight().detach()
         blocks = [f"blocks.{layer}" for layer in model.blocks]
-        self._arena = large_pages(self._packed_size(blocks, head) * self.dtype.itemsize).view(self.dtype)
+        self.matrices = large_pages(self._packed_size(blocks, head) * self.dtype.itemsize).view(self.dtype)
         self._used = 0
         self.layers = (LayerWeights * len(blocks))(*(self._layer(block) for block in blocks))
         self.model = ModelWeights(
@@ -129,7 +129,7 @@ class NativeWeights:
         n_out, n_in = rows.shape
         padded = F.pad(rows, (0, -n_in % self._depth, 0, -n_out % PANEL))
         lanes = padded.view(-1, PANEL, padded.shape[1] // self._depth, self._depth).transpose(1, 2)
-        place = self._arena[self._used : self._used + padded.numel()]
+        place = self.matrices[self._used : self._used + padded.numel()]
         place.view(lanes.shape).copy_(lanes)
         self._used += padded.numel()
         return place.data_ptr()

@@ -3,8 +3,9 @@
 namespace modelworks {
 namespace {
 
-constexpr int kAloneRows = 4;  // up to so many rows are normed by every thread for itself: a barrier would take longer
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kAloneRows = 4;  // up to so many rows are normed by every thread for itself: a phase would take longer
+
+Floats with_bias(Floats x, const float* bias, int column) { return bias != nullptr ? x + load(bias + column) : x; }
 
 }  // namespace
 
@@ -42,8 +43,8 @@ TypedEngine<Element, Kv>::TypedEngine(const ModelShape& shape, const ModelWeight
       qkv_stride_(round_up(n_query_columns_ + 2 * n_key_columns_, kPanel)),
       attended_stride_(round_up(n_query_columns_, kPanel)),
       inner_stride_(round_up(shape.d_ff, kPanel)),
-      team_(shape.n_threads),
-      scratch_(shape.n_threads) {
+      scratch_(shape.n_threads),
+      team_(shape.n_threads, [this](Turn& turn) { run_thread(turn); }) {
   const int rows = std::max(kQueryRows, heads_per_group_);
   for (Scratch& scratch : scratch_) {
     scratch.normed.grow(kAloneRows * stream_stride_);
@@ -65,123 +66,116 @@ void TypedEngine<Element, Kv>::run(const Batch& batch) {
   if (shape_.window > 0)
     for (int t = 0; t < batch.n_tokens; t++)
       weights_.key_positions[batch.slots[t]] = static_cast<int32_t>(batch.positions[t]);
-  const std::function<void(int)> work = [&](int thread) { run_thread(batch, thread); };
-  team_.run(work);
+  batch_ = &batch;
+  const int64_t n_attention = static_cast<int64_t>(plan_.pieces.size()) * shape_.n_kv_heads;
+  team_.run({batch.n_tokens, batch.n_wanted, n_attention, plan_.stores_first ? batch.n_tokens : 0});
 }
 
+// On every thread. `batch_` and `plan_` are for pieces of work alone: see threads.h.
 template <class Element, class Kv>
-void TypedEngine<Element, Kv>::run_thread(const Batch& batch, int thread) {
-  const int n = batch.n_tokens;
-  phases_.start(thread);
-  embed(batch, thread);
+void TypedEngine<Element, Kv>::run_thread(Turn& turn) {
+  const int n = static_cast<int>(turn.numbers[0]), n_wanted = static_cast<int>(turn.numbers[1]);
+  const Activation activation = static_cast<Activation>(shape_.activation);
+  const auto nothing = [] {};
+  phases_.start(turn.thread);
+  phase(turn, Phase::kEmbedding, n, [&](int token) { embed(token); });
   for (int i = 0; i < shape_.n_layers; i++) {
     const LayerWeights& layer = weights_.layers[i];
-    const bool is_last = i + 1 == shape_.n_layers;
-    const PackedWeight<Element> qkv = this->qkv(layer), output = this->output(layer), up = this->up(layer),
-                                down = this->down(layer),
-                                next = is_last ? head() : this->qkv(weights_.layers[i + 1]);
+    const auto qkv = this->qkv(layer), output = this->output(layer), up = this->up(layer), down = this->down(layer);
+    const auto next = i + 1 == shape_.n_layers ? head() : this->qkv(weights_.layers[i + 1]);
 
-    const Element* a = normed(thread, norm(layer.attention_norm, layer.attention_norm_bias), n, nullptr, 1.0f);
-    multiply(team_, thread, a, stream_stride_, n, qkv, &output, [&](int row, int panel, const float* sums) {
-      float* out = qkv_.data() + ptrdiff_t{row} * qkv_stride_ + panel * kPanel;
-      for (int i = 0; i < kPanel; i += kLanes) {
-        const Floats bias = layer.qkv_bias != nullptr ? load(layer.qkv_bias + panel * kPanel + i) : Floats{};
-        store(out + i, load(sums + i) + bias);
-      }
-    });
-    phases_.mark(thread, Phase::kQkv);
-    wait(thread);
-    attend(batch, thread, layer);
-    phases_.mark(thread, Phase::kAttention);
-    wait(thread);
-
+    product_of_normed(turn, Phase::kQkv, norm(layer.attention_norm, layer.attention_norm_bias), n, false, qkv, output,
+                      [&](int row, int panel, const float* sums) {
+                        float* out = qkv_.data() + ptrdiff_t{row} * qkv_stride_ + panel * kPanel;
+                        for (int c = 0; c < kPanel; c += kLanes)
+                          store(out + c, with_bias(load(sums + c), layer.qkv_bias, panel * kPanel + c));
+                      });
+    attend(turn, layer);
     const auto add_to_stream = [&](const float* bias) {
       return [this, bias](int row, int panel, const float* sums) {
         float* out = stream_.data() + ptrdiff_t{row} * stream_stride_ + panel * kPanel;
-        for (int i = 0; i < kPanel; i += kLanes) {
-          Floats y = load(sums + i);
-          if (bias != nullptr) y += load(bias + panel * kPanel + i);
-          store(out + i, shape_.residual ? load(out + i) + y : y);
+        for (int c = 0; c < kPanel; c += kLanes) {
+          const Floats change = with_bias(load(sums + c), bias, panel * kPanel + c);
+          store(out + c, shape_.residual ? load(out + c) + change : change);
         }
       };
     };
-    multiply(team_, thread, attended_.data(), attended_stride_, n, output, &up, add_to_stream(layer.output_bias));
-    phases_.mark(thread, Phase::kOutput);
-    wait(thread);
-    a = normed(thread, norm(layer.feed_forward_norm, layer.feed_forward_norm_bias), n, nullptr, 1.0f);
-    const Activation activation = static_cast<Activation>(shape_.activation);
-    multiply(team_, thread, a, stream_stride_, n, up, &down, [&](int row, int panel, const float* sums) {
-      Floats x = load(sums), y = load(sums + kLanes);
-      if (layer.up_bias != nullptr)
-        x += load(layer.up_bias + panel * kPanel), y += load(layer.up_bias + panel * kPanel + kLanes);
-      Element* out = inner_.data() + ptrdiff_t{row} * inner_stride_;
-      if (shape_.gated) {
-        store(out + panel * kLanes, activated(activation, x) * y);
-      } else {
-        store(out + panel * kPanel, activated(activation, x));
-        store(out + panel * kPanel + kLanes, activated(activation, y));
-      }
-    });
-    phases_.mark(thread, Phase::kUp);
-    wait(thread);
-    multiply(team_, thread, inner_.data(), inner_stride_, n, down, &next, add_to_stream(layer.down_bias));
-    phases_.mark(thread, Phase::kDown);
-    wait(thread);
+    product(turn, Phase::kOutput, attended_.data(), attended_stride_, n, output, up, nothing,
+            add_to_stream(layer.output_bias));
+    product_of_normed(turn, Phase::kUp, norm(layer.feed_forward_norm, layer.feed_forward_norm_bias), n, false, up, down,
+                      [&](int row, int panel, const float* sums) {
+                        const Floats x = with_bias(load(sums), layer.up_bias, panel * kPanel);
+                        const Floats y = with_bias(load(sums + kLanes), layer.up_bias, panel * kPanel + kLanes);
+                        Element* out = inner_.data() + ptrdiff_t{row} * inner_stride_;
+                        if (shape_.gated) {
+                          store(out + panel * kLanes, activated(activation, x) * y);
+                        } else {
+                          store(out + panel * kPanel, activated(activation, x));
+                          store(out + panel * kPanel + kLanes, activated(activation, y));
+                        }
+                      });
+    product(turn, Phase::kDown, inner_.data(), inner_stride_, n, down, next, nothing, add_to_stream(layer.down_bias));
   }
-  const Norm last = norm(weights_.final_norm, weights_.final_norm_bias);
-  const Element* a = normed(thread, last, batch.n_wanted, batch.wanted, shape_.output_multiplier);
-  const PackedWeight<Element> first = qkv(weights_.layers[0]);
-  multiply(team_, thread, a, stream_stride_, batch.n_wanted, head(), &first,
-           [&](int row, int panel, const float* sums) {
-             const int column = panel * kPanel, n_columns = std::min(kPanel, shape_.vocab_size - column);
-             std::memcpy(batch.logits + ptrdiff_t{row} * shape_.vocab_size + column, sums, n_columns * sizeof(float));
-           });
-  phases_.mark(thread, Phase::kHead);
+  product_of_normed(turn, Phase::kHead, norm(weights_.final_norm, weights_.final_norm_bias), n_wanted, true, head(),
+                    qkv(weights_.layers[0]), [&](int row, int panel, const float* sums) {
+                      const int column = panel * kPanel, n_columns = std::min(kPanel, shape_.vocab_size - column);
+                      std::memcpy(batch_->logits + ptrdiff_t{row} * shape_.vocab_size + column, sums,
+                                  n_columns * sizeof(float));
+                    });
 }
 
 template <class Element, class Kv>
-void TypedEngine<Element, Kv>::embed(const Batch& batch, int thread) {
-  const auto* table = static_cast<const Element*>(weights_.embedding);
+template <class Function>
+void TypedEngine<Element, Kv>::phase(Turn& turn, Phase kind, int n_pieces, Function&& do_piece) {
+  turn.take(n_pieces, do_piece);
+  phases_.mark(turn.thread, kind);
+  turn.wait(n_pieces);
+  phases_.mark(turn.thread, Phase::kWaiting);
+}
+
+template <class Element, class Kv>
+template <class Prepare, class Finish>
+void TypedEngine<Element, Kv>::product(Turn& turn, Phase kind, const Element* a, ptrdiff_t stride, int n_rows,
+                                       const PackedWeight<Element>& weight, const PackedWeight<Element>& following,
+                                       Prepare prepare, Finish finish) {
+  Product<Element, Prepare, Finish> product(turn, a, stride, n_rows, weight, following, prepare, finish);
+  phase(turn, kind, product.n_pieces(), product);
+}
+
+// The product of the residual stream's rows (the wanted ones, or all) under a norm.
+template <class Element, class Kv>
+template <class Finish>
+void TypedEngine<Element, Kv>::product_of_normed(Turn& turn, Phase kind, const Norm& norm, int n_rows, bool wanted,
+                                                 const PackedWeight<Element>& weight,
+                                                 const PackedWeight<Element>& following, Finish finish) {
+  const auto normalise_row = [&](int i, Element* rows) {
+    const float* x = stream_.data() + ptrdiff_t{wanted ? batch_->wanted[i] : i} * stream_stride_;
+    const float multiplier = wanted ? shape_.output_multiplier : 1.0f;
+    normalise(norm, x, shape_.d_model, multiplier, rows + ptrdiff_t{i} * stream_stride_);
+  };
+  if (n_rows > kAloneRows) {
+    phase(turn, Phase::kNorms, n_rows, [&](int i) { normalise_row(i, normed_.data()); });
+    product(turn, kind, normed_.data(), stream_stride_, n_rows, weight, following, [] {}, finish);
+    return;
+  }
+  Element* const alone = scratch_[turn.thread].normed.data();
+  const auto prepare = [&] {
+    for (int i = 0; i < n_rows; i++) normalise_row(i, alone);
+  };
+  product(turn, kind, alone, stream_stride_, n_rows, weight, following, prepare, finish);
+}
+
+template <class Element, class Kv>
+void TypedEngine<Element, Kv>::embed(int token) {
+  const auto* table = static_cast<const Element*>(weights_.embedding) + batch_->tokens[token] * shape_.d_model;
   const auto* positions = static_cast<const Element*>(weights_.positions);
-  const auto widened = [](const Element* from, int n, float* to) {
-    for (int i = 0; i < n; i++) {
-      if constexpr (sizeof(Element) == 4) {
-        to[i] = from[i];
-      } else {
-        const uint32_t bits = uint32_t{from[i].bits} << 16;
-        std::memcpy(to + i, &bits, 4);
-      }
-    }
-  };
-  std::vector<float> other(positions != nullptr ? shape_.d_model : 0);
-  team_.share(thread, batch.n_tokens, [&](int t) {
-    float* x = stream_.data() + ptrdiff_t{t} * stream_stride_;
-    widened(table + batch.tokens[t] * shape_.d_model, shape_.d_model, x);
-    if (positions == nullptr) return;
-    widened(positions + batch.positions[t] * shape_.d_model, shape_.d_model, other.data());
-    for (int i = 0; i < shape_.d_model; i++) x[i] += other[i];
-  });
-  phases_.mark(thread, Phase::kEmbedding);
-  wait(thread);
-}
-
-template <class Element, class Kv>
-const Element* TypedEngine<Element, Kv>::normed(int thread, const Norm& norm, int n_rows, const int64_t* wanted,
-                                                float multiplier) {
-  const auto row = [&](int i, Element* out) {
-    const float* x = stream_.data() + ptrdiff_t{wanted != nullptr ? wanted[i] : i} * stream_stride_;
-    normalise(norm, x, shape_.d_model, multiplier, out + ptrdiff_t{i} * stream_stride_);
-  };
-  if (n_rows <= kAloneRows) {
-    Element* out = scratch_[thread].normed.data();
-    for (int i = 0; i < n_rows; i++) row(i, out);
-    phases_.mark(thread, Phase::kNorms);
-    return out;
+  float* x = stream_.data() + ptrdiff_t{token} * stream_stride_;
+  if (positions == nullptr) {
+    for (int i = 0; i < shape_.d_model; i++) x[i] = widened(table[i]);
+  } else {
+    positions += batch_->positions[token] * shape_.d_model;
+    for (int i = 0; i < shape_.d_model; i++) x[i] = widened(table[i]) + widened(positions[i]);
   }
-  team_.share(thread, n_rows, [&](int i) { row(i, normed_.data()); });
-  phases_.mark(thread, Phase::kNorms);
-  wait(thread);
-  return normed_.data();
 }
 
 template <class Element, class Kv>

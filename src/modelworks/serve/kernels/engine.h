@@ -73,23 +73,24 @@ class TypedEngine final : public Engine {
     std::vector<Sight> sights;
   };
 
-  void run_thread(const Batch& batch, int thread);
-  void wait(int thread) {
-    team_.barrier();
-    phases_.mark(thread, Phase::kWaiting);
-  }
-  void embed(const Batch& batch, int thread);
-  // The residual stream's rows (of `wanted`, or all) normed: what a product reads.
-  const Element* normed(int thread, const Norm& norm, int n_rows, const int64_t* wanted, float multiplier);
-  void attend(const Batch& batch, int thread, const LayerWeights& layer);
-  void store_keys(const Batch& batch, const LayerWeights& layer, int head, int sequence, int first, int end,
-                  int key_begin, int key_end, Scratch& scratch);
-  void make_queries(const Batch& batch, const LayerWeights& layer, const AttentionPiece& piece, int head,
-                    Scratch& scratch);
-  void attend_piece(const Batch& batch, const LayerWeights& layer, const AttentionPiece& piece, int head,
-                    Scratch& scratch);
+  void run_thread(Turn& turn);
+  template <class Function>
+  void phase(Turn& turn, Phase kind, int n_pieces, Function&& do_piece);
+  template <class Prepare, class Finish>
+  void product(Turn& turn, Phase kind, const Element* a, ptrdiff_t stride, int n_rows,
+               const PackedWeight<Element>& weight, const PackedWeight<Element>& following, Prepare prepare,
+               Finish finish);
+  template <class Finish>
+  void product_of_normed(Turn& turn, Phase kind, const Norm& norm, int n_rows, bool wanted,
+                         const PackedWeight<Element>& weight, const PackedWeight<Element>& following, Finish finish);
+  void embed(int token);
+  void attend(Turn& turn, const LayerWeights& layer);
+  void attend_piece(const LayerWeights& layer, const AttentionPiece& piece, int head, Scratch& scratch);
+  void store_keys(const LayerWeights& layer, int head, int sequence, int first, int end, int key_begin, int key_end,
+                  Scratch& scratch);
+  void make_queries(const LayerWeights& layer, const AttentionPiece& piece, int head, Scratch& scratch);
+  void prepare_head(int token, int column, const float* norm_weight, float* head);
   void finish_rows(const AttentionPiece& piece, int head, const Softmax& softmax);
-  void prepare_head(const Batch& batch, int token, int column, const float* norm_weight, float* head) const;
   Softmax state(int index, int head);
   void grow(const Batch& batch);
 
@@ -110,7 +111,7 @@ class TypedEngine final : public Engine {
   const int n_query_columns_, n_key_columns_;  // of all heads
   const int heads_per_group_;
   const int stream_stride_, qkv_stride_, attended_stride_, inner_stride_;
-  Team team_;
+  const Batch* batch_ = nullptr;  // of the step that runs
   AttentionPlan plan_;
   std::vector<Scratch> scratch_;
   Buffer<float> stream_;  // the residual stream. float32, as each layer adds to it what is small beside it
@@ -119,6 +120,7 @@ class TypedEngine final : public Engine {
   Buffer<float> state_best_, state_total_, state_mixed_;  // of parts that wait to be merged, by (state, head)
   std::unique_ptr<std::atomic<int>[]> parts_done_;        // by (split, head)
   int n_parts_done_ = 0;
+  Team team_;  // last, so that it is gone before what its threads work on
 };
 
 }  // namespace modelworks

@@ -6,30 +6,25 @@
 namespace modelworks {
 
 template <class Element, class Kv>
-void TypedEngine<Element, Kv>::attend(const Batch& batch, int thread, const LayerWeights& layer) {
-  Scratch& scratch = scratch_[thread];
+void TypedEngine<Element, Kv>::attend(Turn& turn, const LayerWeights& layer) {
+  Scratch& scratch = scratch_[turn.thread];
   const int n_heads = shape_.n_kv_heads;
-  if (plan_.stores_first) {
-    team_.share(thread, batch.n_tokens, [&](int token) {
-      const int32_t* after = std::upper_bound(batch.starts, batch.starts + batch.n_sequences, token);
-      const int sequence = static_cast<int>(after - batch.starts) - 1;
-      for (int head = 0; head < n_heads; head++)
-        store_keys(batch, layer, head, sequence, token, token + 1, 0, batch.lengths[sequence], scratch);
-    });
-    phases_.mark(thread, Phase::kAttention);
-    wait(thread);
-  }
-  team_.share(thread, static_cast<int>(plan_.pieces.size()) * n_heads, [&](int i) {
-    attend_piece(batch, layer, plan_.pieces[i / n_heads], i % n_heads, scratch);
+  phase(turn, Phase::kAttention, static_cast<int>(turn.numbers[3]), [&](int token) {
+    const int32_t* starts = batch_->starts;
+    const int sequence = static_cast<int>(std::upper_bound(starts, starts + batch_->n_sequences, token) - starts) - 1;
+    for (int head = 0; head < n_heads; head++)
+      store_keys(layer, head, sequence, token, token + 1, 0, batch_->lengths[sequence], scratch);
   });
+  phase(turn, Phase::kAttention, static_cast<int>(turn.numbers[2]),
+        [&](int i) { attend_piece(layer, plan_.pieces[i / n_heads], i % n_heads, scratch); });
 }
 
 // A head's part of a row of q, k and v: normed, rotated, and zeros behind it.
 template <class Element, class Kv>
-void TypedEngine<Element, Kv>::prepare_head(const Batch& batch, int token, int column, const float* norm_weight,
-                                            float* head) const {
+void TypedEngine<Element, Kv>::prepare_head(int token, int column, const float* norm_weight, float* head) {
+  const Batch& batch = *batch_;
   const int head_dim = shape_.head_dim;
-  std::memcpy(head, const_cast<Buffer<float>&>(qkv_).data() + ptrdiff_t{token} * qkv_stride_ + column,
+  std::memcpy(head, qkv_.data() + ptrdiff_t{token} * qkv_stride_ + column,
               head_dim * sizeof(float));
   if (norm_weight != nullptr)
     normalise(Norm{NormKind::kRms, norm_weight, nullptr, shape_.norm_epsilon}, head, head_dim, 1.0f, head);
@@ -41,8 +36,9 @@ void TypedEngine<Element, Kv>::prepare_head(const Batch& batch, int token, int c
 
 // Of the tokens `first` to `end`, those whose place among the sequence's keys is from key_begin to key_end.
 template <class Element, class Kv>
-void TypedEngine<Element, Kv>::store_keys(const Batch& batch, const LayerWeights& layer, int head, int sequence,
-                                          int first, int end, int key_begin, int key_end, Scratch& scratch) {
+void TypedEngine<Element, Kv>::store_keys(const LayerWeights& layer, int head, int sequence, int first, int end,
+                                          int key_begin, int key_end, Scratch& scratch) {
+  const Batch& batch = *batch_;
   float* key = scratch.head.data();
   float* value = key + cache_.padded_dim;
   const int last = batch.starts[sequence + 1] - 1;
@@ -50,7 +46,7 @@ void TypedEngine<Element, Kv>::store_keys(const Batch& batch, const LayerWeights
     const int place = batch.lengths[sequence] - 1 - (last - token);
     if (place < key_begin || place >= key_end) continue;
     const int column = n_query_columns_ + head * shape_.head_dim;
-    prepare_head(batch, token, column, layer.key_norm, key);
+    prepare_head(token, column, layer.key_norm, key);
     std::memcpy(value, qkv_.data() + ptrdiff_t{token} * qkv_stride_ + column + n_key_columns_,
                 shape_.head_dim * sizeof(float));
     store_key_value(cache_, cache(layer), head, batch.slots[token], token < last, key, value);
@@ -58,8 +54,9 @@ void TypedEngine<Element, Kv>::store_keys(const Batch& batch, const LayerWeights
 }
 
 template <class Element, class Kv>
-void TypedEngine<Element, Kv>::make_queries(const Batch& batch, const LayerWeights& layer, const AttentionPiece& piece,
-                                            int head, Scratch& scratch) {
+void TypedEngine<Element, Kv>::make_queries(const LayerWeights& layer, const AttentionPiece& piece, int head,
+                                            Scratch& scratch) {
+  const Batch& batch = *batch_;
   const float scale = shape_.score_scale * 1.4426950408889634f;  // scores in units of log 2
   float* query = scratch.head.data();
   const int last = batch.starts[piece.sequence + 1] - 1;
@@ -67,7 +64,7 @@ void TypedEngine<Element, Kv>::make_queries(const Batch& batch, const LayerWeigh
     const int token = piece.first_token + t;
     const int after = static_cast<int>(batch.positions[token]) - shape_.window;
     for (int h = 0; h < heads_per_group_; h++, row++) {
-      prepare_head(batch, token, (head * heads_per_group_ + h) * shape_.head_dim, layer.query_norm, query);
+      prepare_head(token, (head * heads_per_group_ + h) * shape_.head_dim, layer.query_norm, query);
       Kv* out = scratch.queries.data() + ptrdiff_t{row} * cache_.padded_dim;
       for (int i = 0; i < cache_.padded_dim; i += kLanes) store(out + i, load(query + i) * scale);
       scratch.sights[row] = {batch.lengths[piece.sequence] - (last - token), after};
@@ -76,18 +73,19 @@ void TypedEngine<Element, Kv>::make_queries(const Batch& batch, const LayerWeigh
 }
 
 template <class Element, class Kv>
-void TypedEngine<Element, Kv>::attend_piece(const Batch& batch, const LayerWeights& layer, const AttentionPiece& piece,
-                                            int head, Scratch& scratch) {
+void TypedEngine<Element, Kv>::attend_piece(const LayerWeights& layer, const AttentionPiece& piece, int head,
+                                            Scratch& scratch) {
+  const Batch& batch = *batch_;
   const int n_rows = piece.n_tokens * heads_per_group_, padded_dim = cache_.padded_dim;
   const int end_token = piece.first_token + piece.n_tokens;
   const bool has_window = shape_.window > 0;
   const int n_keys = batch.lengths[piece.sequence] - (batch.starts[piece.sequence + 1] - end_token);
   if (!plan_.stores_first) {
     const int key_end = piece.split < 0 ? n_keys : std::min(n_keys, cache_.first_key(piece.end));
-    store_keys(batch, layer, head, piece.sequence, piece.first_token, end_token, cache_.first_key(piece.begin),
+    store_keys(layer, head, piece.sequence, piece.first_token, end_token, cache_.first_key(piece.begin),
                key_end, scratch);
   }
-  make_queries(batch, layer, piece, head, scratch);
+  make_queries(layer, piece, head, scratch);
   const int32_t* table = batch.tables + ptrdiff_t{piece.sequence} * batch.table_width;
   const HeadCache<Kv> keys{cache_, cache(layer), table, head, weights_.key_positions};
   const auto attend_part = [&](int begin, int end, Softmax into) {

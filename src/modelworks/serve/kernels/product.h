@@ -74,38 +74,56 @@ void multiply_some_rows(int n_rows, const Element* rows, ptrdiff_t row_stride, c
   multiply_rows<Element, kRows>(rows, row_stride, panel, n_steps, fetch, out);
 }
 
-// finish(row, panel, sums) for each row of `a` (n_rows, stride) and each panel, with its 32 sums. Called by all threads.
-// following: the first panel that `thread` will read after this product.
-template <class Element, class Finish>
-void multiply(Team& team, int thread, const Element* a, ptrdiff_t stride, int n_rows,
-              const PackedWeight<Element>& weight, const PackedWeight<Element>* following, Finish&& finish) {
-  const int n_blocks = divide_up(n_rows, kRowsOfPiece);
-  const int n_pieces = weight.n_panels * n_blocks;
-  const int last = team.first_piece(thread + 1, n_pieces) - 1;
-  team.share(thread, n_pieces, [&](int piece) {
-    const int panel = piece / n_blocks, block = piece % n_blocks;
-    const int first = block * kRowsOfPiece, end = std::min(n_rows, first + kRowsOfPiece);
+// The phase of a job that makes this product: finish(row, panel, sums) for each row of `a` (n_rows, stride) and each
+// panel, with its 32 sums. prepare(): what a thread does before its first piece, if it gets any.
+// following: the weight that will be read next; its first panels are fetched in time.
+template <class Element, class Prepare, class Finish>
+class Product {
+ public:
+  Product(const Turn& turn, const Element* a, ptrdiff_t stride, int n_rows, const PackedWeight<Element>& weight,
+          const PackedWeight<Element>& following, Prepare prepare, Finish finish)
+      : a_(a), stride_(stride), n_rows_(n_rows), weight_(weight), following_(following), prepare_(prepare),
+        finish_(finish), n_blocks_(divide_up(n_rows, kRowsOfPiece)),
+        end_(turn.team.first_piece(turn.thread + 1, n_pieces())),
+        next_panel_(turn.team.first_piece(turn.thread, following.n_panels)) {}
+
+  int n_pieces() const { return weight_.n_panels * n_blocks_; }
+
+  void operator()(int piece) {
+    if (!prepared_) prepare_(), prepared_ = true;
+    const int panel = piece / n_blocks_, block = piece % n_blocks_;
+    const int first = block * kRowsOfPiece, end = std::min(n_rows_, first + kRowsOfPiece);
     const int n_tiles = divide_up(end - first, kTileRows);
     const int tile_rows = divide_up(end - first, n_tiles);  // of one size: small ones are slow
-    Fetch fetch;
-    if (block == 0) {
-      const bool here = piece + n_blocks <= last && panel + 1 < weight.n_panels;
-      const PackedWeight<Element>* source = here ? &weight : (piece + n_blocks > last ? following : nullptr);
-      if (source != nullptr) {
-        const int which = here ? panel + 1 : team.first_piece(thread, source->n_panels);
-        fetch.from = reinterpret_cast<const char*>(source->panel(which));
-        const ptrdiff_t bytes = std::min(source->panel_size(), weight.panel_size()) * ptrdiff_t{sizeof(Element)};
-        fetch.bytes_per_step = round_up(divide_up(static_cast<int>(bytes / weight.n_steps), n_tiles), 16);
-      }
-    }
+    Fetch fetch = block == 0 ? fetch_after(piece, panel, n_tiles) : Fetch{};
     alignas(64) float sums[kTileRows * kPanel];
     for (int row = first; row < end; row += tile_rows) {
       const int n = std::min(tile_rows, end - row);
-      multiply_some_rows<Element>(n, a + row * stride, stride, weight.panel(panel), weight.n_steps, fetch, sums);
-      for (int r = 0; r < n; r++) finish(row + r, panel, sums + r * kPanel);
-      if (fetch.from != nullptr) fetch.from += weight.n_steps * fetch.bytes_per_step;
+      multiply_some_rows<Element>(n, a_ + row * stride_, stride_, weight_.panel(panel), weight_.n_steps, fetch, sums);
+      for (int r = 0; r < n; r++) finish_(row + r, panel, sums + r * kPanel);
+      if (fetch.from != nullptr) fetch.from += weight_.n_steps * fetch.bytes_per_step;
     }
-  });
-}
+  }
+
+ private:
+  // The panel that this thread will read after those of `piece`, in this product or in the following one.
+  Fetch fetch_after(int piece, int panel, int n_tiles) const {
+    const bool here = piece + n_blocks_ < end_ && panel + 1 < weight_.n_panels;
+    const PackedWeight<Element>& source = here ? weight_ : following_;
+    const ptrdiff_t bytes = std::min(source.panel_size(), weight_.panel_size()) * ptrdiff_t{sizeof(Element)};
+    const int a_step = static_cast<int>(bytes / weight_.n_steps);
+    return {reinterpret_cast<const char*>(source.panel(here ? panel + 1 : next_panel_)),
+            round_up(divide_up(a_step, n_tiles), 16)};
+  }
+
+  const Element* const a_;
+  const ptrdiff_t stride_;
+  const int n_rows_;
+  const PackedWeight<Element> weight_, following_;
+  Prepare prepare_;
+  Finish finish_;
+  const int n_blocks_, end_, next_panel_;
+  bool prepared_ = false;
+};
 
 }  // namespace modelworks

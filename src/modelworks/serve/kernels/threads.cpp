@@ -1,10 +1,12 @@
 #include "threads.h"
 
+#include <utility>
+
 namespace modelworks {
 namespace {
 
-constexpr int kSpinsInStep = 2000;  // about 30 microseconds
-constexpr int kSpinsBetweenSteps = 10000;
+constexpr int kSpinsInJob = 2000;  // some 30 microseconds
+constexpr int kSpinsBetweenJobs = 10000;
 
 void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -14,7 +16,7 @@ void pause() {
 #endif
 }
 
-void wait_while(const std::atomic<int>& value, int old, int spins) {
+void wait_while(const std::atomic<uint32_t>& value, uint32_t old, int spins) {
   for (int i = 0; i < spins; i++) {
     if (value.load(std::memory_order_acquire) != old) return;
     pause();
@@ -24,44 +26,61 @@ void wait_while(const std::atomic<int>& value, int old, int spins) {
 
 }  // namespace
 
-Team::Team(int n_threads) : n_threads_(n_threads), taken_(new Count[n_threads]) {
+Team::Team(int n_threads, std::function<void(Turn&)> work)
+    : n_threads_(n_threads), work_(std::move(work)), taken_(new Taken[n_threads]) {
   for (int thread = 1; thread < n_threads; thread++) threads_.emplace_back([this, thread] { work_until_closed(thread); });
 }
 
 Team::~Team() {
-  work_ = nullptr;
-  job_.fetch_add(1, std::memory_order_release);
-  job_.notify_all();
+  closing_.store(true, std::memory_order_relaxed);
+  version_.fetch_add(2, std::memory_order_release);
+  version_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 
-void Team::run(const std::function<void(int)>& work) {
-  work_ = &work;
-  job_.fetch_add(1, std::memory_order_release);
-  job_.notify_all();
-  work(0);
-  barrier();
-}
-
-void Team::barrier() {
-  const int passed = passed_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < n_threads_) {
-    wait_while(passed_, passed, kSpinsInStep);
-    return;
-  }
-  arrived_.store(0, std::memory_order_relaxed);
-  for (int thread = 0; thread < n_threads_; thread++) taken_[thread].count.store(0, std::memory_order_relaxed);
-  passed_.store(passed + 1, std::memory_order_release);
-  passed_.notify_all();
+void Team::run(const Numbers& numbers) {
+  const uint32_t phase = phase_.load(std::memory_order_acquire);
+  const uint32_t version = version_.load(std::memory_order_relaxed);
+  version_.store(version + 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  first_phase_.store(phase, std::memory_order_relaxed);
+  for (size_t i = 0; i < numbers.size(); i++) numbers_[i].store(numbers[i], std::memory_order_relaxed);
+  version_.store(version + 2, std::memory_order_release);
+  version_.notify_all();
+  Turn turn(*this, 0, phase, numbers);
+  work_(turn);
 }
 
 void Team::work_until_closed(int thread) {
-  for (int seen = 0;; seen++) {
-    wait_while(job_, seen, kSpinsBetweenSteps);
-    if (work_ == nullptr) return;
-    (*work_)(thread);
-    barrier();
+  for (uint32_t seen = 0;;) {
+    wait_while(version_, seen, kSpinsBetweenJobs);
+    const uint32_t version = version_.load(std::memory_order_acquire);
+    if (version % 2 == 1) continue;
+    const uint32_t phase = first_phase_.load(std::memory_order_relaxed);
+    Numbers numbers;
+    for (size_t i = 0; i < numbers.size(); i++) numbers[i] = numbers_[i].load(std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (version_.load(std::memory_order_relaxed) != version) continue;
+    if (closing_.load(std::memory_order_relaxed)) return;
+    seen = version;
+    Turn turn(*this, thread, phase, numbers);
+    work_(turn);
   }
+}
+
+// By who has done the last piece of the phase before. Nobody takes anything until the number of the phase says so.
+void Team::open(uint32_t phase) {
+  n_done_.store(0, std::memory_order_relaxed);
+  for (int thread = 0; thread < n_threads_; thread++)
+    taken_[thread].value.store(uint64_t{phase} << 32, std::memory_order_relaxed);
+  phase_.store(phase, std::memory_order_release);
+  phase_.notify_all();
+}
+
+void Turn::wait(int n_pieces) {
+  if (n_pieces == 0) return;
+  wait_while(team.phase_, phase_, kSpinsInJob);
+  phase_++;
 }
 
 }  // namespace modelworks

@@ -62,6 +62,10 @@ inline void store_one(Bfloat16* to, float x) {
   *to = all[0];
 }
 
+inline float widened(float x) { return x; }
+
+inline float widened(Bfloat16 x) { return __builtin_bit_cast(float, uint32_t{x.bits} << 16); }
+
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // In a fixed order, so that a sum is the same wherever it is taken.
