@@ -36,7 +36,6 @@ class NativeExecutor:
 
     n_threads: of its own; default torch's number at the time. profile: keep what `seconds` tells. Weights are copied
     (packed): a model that nothing else uses may be dropped.
-    uses may be dropped.
     """
 
     name = "native"
