@@ -191,6 +191,7 @@ REFUSED = [  # body, the field that is named, a word of the message
     ({"prompt": "a", "top_p": 0}, "top_p", "greater"),
     ({"prompt": "a", "top_k": -2}, "top_k", "-1"),
     ({"prompt": "a", "n": 0}, "n", "greater"),
+    ({"prompt": "a", "repetition_penalty": 5e-324}, "repetition_penalty", "0.01"),
     ({"prompt": ["a"] * 100, "n": 2}, "prompt", "too many"),
     ({"prompt": "a", "n": 3, "best_of": 2}, "best_of", "at least n"),
     ({"prompt": "a", "best_of": 2, "stream": True}, "best_of", "stream"),

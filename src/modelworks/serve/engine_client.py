@@ -174,7 +174,8 @@ class EngineClient:
         if isinstance(message, News):
             self._take_news(message)
         elif isinstance(message, Ready):
-            self.ready.set_result(message)
+            if not self.ready.done():  # whoever waited for it may have given up
+                self.ready.set_result(message)
         else:
             self.failure = message
 

@@ -134,7 +134,7 @@ class SamplingParams:
         for name, (least, most) in _REAL.items():
             value = getattr(self, name)
             _check(name, value, _is_finite(value) and least <= value <= most, f"a number {_range(least, most)}")
-        for name in ("top_p", "typical_p", "repetition_penalty"):
+        for name in ("top_p", "typical_p"):
             _check(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
         for name in ("include_stop", "ignore_eos", "early_stopping"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
@@ -235,7 +235,7 @@ _REAL = {
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "typical_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, math.inf),
+    "repetition_penalty": (0.01, 100.0),  # beyond, logits of a sound model overflow
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "length_penalty": (-math.inf, math.inf),

@@ -34,7 +34,7 @@ class ModelStart:
         """Load the model and build its engine. Raises UserError for what is the user's to fix."""
         import torch
 
-        from modelworks.checkpoint import generation_defaults, load_model
+        from modelworks.checkpoint import load_model
         from modelworks.serve.engine import Engine
         from modelworks.serve.tensor_parallel.processes import model_on_ranks
 
@@ -52,12 +52,28 @@ class ModelStart:
         )
         if loaded.tokenizer is None:
             raise UserError(f"{loaded.source} has no tokeniser, so it cannot read prompts; nothing can be served")
+        defaults = self._defaults()
         engine = Engine(loaded, self.options)
         return engine, ServedModel(
             name=self.name,
             vocab_size=loaded.config.vocab_size,
             max_model_len=engine.max_model_len,
             tokenizer=loaded.tokenizer,
-            defaults=generation_defaults(self.path, notify=lambda text: None) if self.recommended else {},
+            defaults=defaults,
             facts=(f"{loaded.source}; {name} on {device}", *engine.sizing.lines),
         )
+
+    def _defaults(self) -> dict[str, float]:
+        from modelworks.checkpoint import generation_defaults
+        from modelworks.serve.params import SamplingParams
+
+        if not self.recommended:
+            return {}
+        found = generation_defaults(self.path, notify=lambda text: None)
+        try:
+            SamplingParams(**found)  # type: ignore[arg-type]  # checked by it
+        except UserError as error:
+            raise UserError(
+                f"{self.path}: recommends sampling that cannot be ({error}); --no-recommended-sampling ignores it"
+            ) from None
+        return found

@@ -92,7 +92,7 @@ class SamplingFields(Body):
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="-1 and 0: all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
