@@ -38,7 +38,11 @@ def layers(step: int, norm: float, *, updated: bool = True) -> tuple[int, str, A
 
 def test_spikes_with_their_documents_and_a_map_of_layers(tmp_path: Path) -> None:
     events = [spike(3, "skip"), spike(4, "clip", highest_loss=None), *(layers(step, 0.5 * step) for step in (2, 4, 6))]
-    events += [layers(8, 1.0, updated=False), (7, "divergence", {"text": "the loss has risen to 4 from 3"})]
+    events += [
+        layers(8, 1.0, updated=False),
+        (7, "divergence", {"text": "the loss has risen to 4 from 3", "answer": "slow"}),
+    ]
+    events += [(5, "outlier", spike(5, "none")[2]), (5, "health/grad_norms", {"grad_norm": [9.0, 0.5, 0.5]})]
     more = [
         Record(step, name, value, "", "measured", {}, START)
         for step in (4, 8)
@@ -48,6 +52,8 @@ def test_spikes_with_their_documents_and_a_map_of_layers(tmp_path: Path) -> None
     section = health_section(read_run(tmp_path / "run"))
     assert section is not None
     assert section["sentence"].startswith("2 spikes, 2 of them answered by leaving the update out; the loss was found")
+    assert section["sentence"].endswith(" 1 step had a gradient norm far above the usual and no other sign of trouble.")
+    assert section["divergences"] == [["7", "the loss has risen to 4 from 3", "tighter clipping, lower rate"]]
     assert section["spikes"][0] == [
         "3",
         "loss 9, 20 deviations above 3",
@@ -56,9 +62,10 @@ def test_spikes_with_their_documents_and_a_map_of_layers(tmp_path: Path) -> None
         "books 6-7, 7-8",
     ]
     assert section["spikes"][1][3:] == ["32 to 39", "books 6-7, 7-8, 0-1"]
-    assert [mark["x"] for mark in section["line"]["marks"]] == [375.0, 500.0, 875.0]
+    assert [mark["x"] for mark in section["line"]["marks"]] == [375.0, 500.0, 625.0, 875.0]
     boxes = section["map"]["boxes"]
-    assert len(boxes) == 4 * 3
+    assert len(boxes) == 5 * 3  # norms are known between steps that were measured, too
+    assert "embedding, step 5: 9" in [box["title"] for box in boxes]
     strongest = max(boxes, key=lambda box: box["strength"])
     assert strongest["title"] == "head, step 6: 12"
     assert section["layers"]["step"] == "6"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from modelworks.models import DocumentContext
 from modelworks.optim import Optimizer, build_optimizer
 from modelworks.parallel import Mesh, SplitModel, split_model
 from modelworks.train import PRECISIONS, TrainingFailed, compute_gradients, data_rows, loop, train
-from modelworks.train.health import Watch, micro_gradients
+from modelworks.train.health import Drift, Watch, micro_gradients, monitor
 from modelworks.train.health.cosine import ConsecutiveCosine, cosine
 from modelworks.train.health.noise import NoiseEstimate, Squares, estimate_noise
 from modelworks.train.health.probes import StepFigures
@@ -86,9 +87,12 @@ def _with_poison(bad: dict[int, str], vocabulary: int) -> Any:
     return step_
 
 
-def spoiled(mesh: Mesh, config: str, run_dir: str, bad: dict[int, str], **flags: Any) -> dict[str, Any]:
+def spoiled(
+    mesh: Mesh, config: str, run_dir: str, bad: dict[int, str], drift: int = 32, **flags: Any
+) -> dict[str, Any]:
     """A run whose data is bad where these samples are, whichever step they come to. `rate` ruins the weights: the
-    update that its batch asks for is made at 30,000 times the rate. Returns the result, or why it failed."""
+    update that its batch asks for is made at 30,000 times the rate. `creep 0.2` replaces that share of the targets.
+    drift: steps of a block by which a divergence is told. Returns the result, or why it failed."""
     read = parse_run_config(config, "test")
     real_batch, real_step = TrainLoader.batch, loop.train_step
 
@@ -101,6 +105,10 @@ def spoiled(mesh: Mesh, config: str, run_dir: str, bad: dict[int, str], **flags:
             made.targets.random_(read.model.vocab_size, generator=draw)
         elif "nan" in kinds:
             made.loss_weights[-1] = torch.nan
+        elif kinds and kinds[0].startswith("creep"):
+            draw, share = torch.Generator().manual_seed(step), float(kinds[0].split()[1])
+            replaced = torch.rand(made.targets.shape, generator=draw) < share
+            made.targets[replaced] = torch.randint(read.model.vocab_size, (int(replaced.sum()),), generator=draw)
         elif "rate" in kinds:
             made.document_ids.neg_()  # equal where they were equal; what the step is told by
         return made
@@ -110,7 +118,8 @@ def spoiled(mesh: Mesh, config: str, run_dir: str, bad: dict[int, str], **flags:
             named["lr"] *= 3e4
         return real_step(model, optimizer, batch, *arguments, **named)
 
-    with patch.object(TrainLoader, "batch", batch), patch.object(loop, "train_step", train_step_):
+    short = patch.object(monitor, "Drift", functools.partial(Drift, size=drift))
+    with patch.object(TrainLoader, "batch", batch), patch.object(loop, "train_step", train_step_), short:
         try:
             return asdict(train(read, Path(run_dir), machine=MACHINE, mesh=mesh, **flags))
         except TrainingFailed as error:
@@ -228,7 +237,7 @@ def plainly_shown(mesh: Mesh, overrides: list[str], n_rows: int) -> tuple[list[f
 
 
 def cosines(mesh: Mesh, overrides: list[str]) -> list[tuple[float, float]]:
-    """Of consecutive gradients in one process: (as sketched, of all elements), and what is kept in bytes a parameter."""
+    """Of consecutive gradients in one process: (as sketched, of all elements); last, the share of bytes kept."""
     config = parse_run_config(NOISE, "test", overrides)
     model = split_model(config, mesh, dtype=torch.float32)
     sketched, found = ConsecutiveCosine(model.split, 4), []

@@ -102,6 +102,27 @@ def test_a_stretch_of_bad_data_is_left_behind(
     assert result["val_loss"] == pytest.approx(clean_loss, rel=0.01)
 
 
+def test_a_loss_that_creeps_up_makes_the_run_go_back(workers: WorkerPool, tiny_config: Config, tmp_path: Path) -> None:
+    """To before it rose, and on at a lower rate without the data in between. No step of it is a spike. What memory
+    holds is from after the rise began, so the state is a checkpoint's, and the steps from there are made as they were.
+    """
+    bad = {8 * batch: f"creep {0.02 * (batch - 40)}" for batch in range(40, 70)}
+    config = tiny_config(
+        *RUN, "train.duration=90 steps", "health.calm=10", "health.threshold=1000", "evaluate.every=90 steps"
+    )
+    result = run(workers, config, tmp_path / "run", bad, drift=8)
+    assert events(tmp_path / "run", "spike") == []
+    [(told, found)], [(step, row)] = events(tmp_path / "run", "divergence"), events(tmp_path / "run", "rollback")
+    assert (found["answer"], step, row["from"]) == ("rollback", told, "step-00000035")
+    good = row["good"]
+    assert (good, row["restarted"]) == (40, 35)
+    assert row["samples"] == [8 * good, 8 * (told + 10) - 1]
+    rates = dict(series(tmp_path / "run", "train/lr"))  # of steps made twice, the second time's
+    assert {at for at, rate in rates.items() if at > 3 and rate < rates[good]} == set(range(good + 1, told + 11))
+    assert result["steps"] == 90
+    assert result["val_loss"] < found["lowest"]
+
+
 def test_the_last_rung_stops_a_run_whose_weights_are_ruined(
     workers: WorkerPool, tiny_config: Config, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """`Judge`: what the course of a run shows, said once, with its evidence.
 
     overfitting     the training loss falls, and the validation loss has been above its lowest for 3 evaluations
-    plateau         the last quarter of the steps has brought less than half a percent
+    plateau         from one quarter of the steps to the next, the last, the loss falls by less than half a percent
     growing norm    the gradient norm has grown threefold over the last half of the steps, steadily
     dead layer      a layer's gradient is nothing, beside that of the others
     exploding layer a layer's gradient has grown thirtyfold beside that of the others, or an update moves half of it
@@ -179,8 +179,8 @@ class Judge:
 
 
 def _plateau(blocks: Sequence[Block]) -> Iterator[Finding]:
-    """How far the loss falls from one quarter to the next is told by the slope of both (Theil 1950, Sen 1968: the median
-    of the slopes of all pairs), which is surer of it than their difference by half."""
+    """How far the loss falls from one quarter to the next is told by the slope of both (Theil 1950, Sen 1968: the
+    median of the slopes of all pairs): nearly half again as sure as the difference of their medians."""
     quarter = len(blocks) // 4
     losses = [block.loss for block in blocks[-2 * quarter :]]
     then, now = statistics.median(losses[:quarter]), statistics.median(losses[quarter:])
