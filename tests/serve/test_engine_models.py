@@ -155,6 +155,24 @@ def test_text_is_the_decoded_tokens_up_to_a_stop_string(loaded: LoadedModel, tok
             assert completion.text == tokenizer.decode(completion.token_ids)
 
 
+def test_an_error_loses_none_of_the_text_before_it(loaded: LoadedModel, tokenizer: Tokenizer) -> None:
+    with Engine(loaded, SMALL) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        (whole,) = engine.generate("fox", params)
+        text = whole.completions[0].text
+        ends = "".join(text[-1:]) + "~"  # its beginning is held back at the end
+        engine.submit(Request("one", tokenizer.encode_prompt("fox"), replace(params, max_tokens=20, stop=(ends,))))
+        shown = ""
+        for _ in range(12):
+            shown += "".join(delta.text for delta in engine.step())
+        (branch,) = engine._progress.branches.values()
+        branch.state.error = "it cannot go on"
+        (delta,) = engine.step()
+        assert (delta.finish_reason, delta.error) == ("error", "it cannot go on")
+        assert shown + delta.text == text
+        assert delta.text
+
+
 def test_the_end_token_ends_a_text_and_is_no_part_of_it(loaded: LoadedModel, tokenizer: Tokenizer) -> None:
     bias = {tokenizer.eos_id: 100.0}
     with Engine(loaded, SMALL) as engine:

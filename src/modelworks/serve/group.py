@@ -113,7 +113,8 @@ class Group:
     def fail(self, branch: Branch, error: str) -> Delta | None:
         """A branch ends because of an error of its own."""
         branch.ending, branch.error = ("error", None), error
-        return None if self._held else self._delta(branch, [], "", None)
+        held = "" if branch.text is None else branch.text.flush()
+        return None if self._held else self._delta(branch, [], held, None)
 
     def results(self) -> list[Delta]:
         """What was held back until the end, now that all branches have ended or the search is over."""
