@@ -308,8 +308,8 @@ def test_stages_of_a_ramp_and_states_to_go_back_to(config: str, capfd: pytest.Ca
 
 
 def test_a_stage_that_the_layout_cannot_make(config: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """A search is for the full batch, so its best may be a layout that a smaller one does not suit. The run is then told
-    as if there were no ramp."""
+    """A search is for the full batch, so its best may be a layout that a smaller one does not suit. The run is then
+    told as if there were no ramp."""
     ramp = "train.batch_ramp=[{batch: 2, until: 30 steps}]"
     flags = ["--hardware", "A100", "--gpus", "4", "--max-tp", "1"]
     answer = answered(capfd, config, "parallel.tp=1", ramp, *flags)
