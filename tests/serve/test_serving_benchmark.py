@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks import _results, _serve_tables
 from benchmarks._serve_engines import engines
 from benchmarks._serve_offline import CASES, decode_rate
@@ -23,11 +21,10 @@ def test_decoding_counts_while_all_decode() -> None:
 
 def test_tables_hold_medians_and_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
-    page.write_text(
-        "before\n<!-- measured: offline -->\nold\n<!-- end -->\n<!-- measured: targets -->\n<!-- end -->\nafter\n"
-    )
+    marks = ["<!-- measured: offline -->", "old", "<!-- end -->", "<!-- measured: targets -->", "<!-- end -->"]
+    page.write_text("\n".join(["before", *marks, "after", ""]))
     monkeypatch.setattr(_serve_tables, "PAGE", page)
-    monkeypatch.setattr(_serve_tables, "write_results", lambda name, results: _results.write_results(name, results, directory=tmp_path))  # fmt: skip
+    monkeypatch.setattr(_serve_tables, "write_results", partial(_results.write_results, directory=tmp_path))
     monkeypatch.setattr(sys, "argv", ["serve.py"])
 
     def row(engine: str, case: str, number: int, figures: Any, phase: str = "offline") -> dict[str, Any]:
@@ -45,7 +42,5 @@ def test_tables_hold_medians_and_ratios(tmp_path: Path, monkeypatch: pytest.Monk
     assert "| **Modelworks, compiled steps, bf16** | 80 (120) | 80 (120) |" in text
     assert "| decode 8, tokens/s | 80.0 | 50.0 (llama.cpp-bf16) | **1.60** | 1.2 |" in text
     assert "100 tokens/s at batch 1 and no more; modelworks-native reaches 120 % of it" in text
-    assert (
-        json.loads((tmp_path / "serve.json").read_text())["results"]["offline"]["decode 1"]["llama.cpp-bf16"]["best"]
-        == 50
-    )
+    results = json.loads((tmp_path / "serve.json").read_text())["results"]
+    assert results["offline"]["decode 1"]["llama.cpp-bf16"]["best"] == 50
