@@ -61,7 +61,7 @@ def test_help_imports_no_engine() -> None:
 
 @pytest.mark.parametrize("name", list(frame.COMMANDS))
 def test_every_command_has_help_with_an_example(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    module = frame.import_module(f"modelworks.cli.{name}")
+    module = frame.import_module(f"modelworks.cli.{name.replace('-', '_')}")
     functions = getattr(module, "commands", None)
     for words in [[name, inner] for inner in functions] if functions else [[name]]:
         assert frame.main([*words, "--help"]) == 0
