@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 from modelworks.config import OptimizerConfig
+from modelworks.native import Unavailable
 from modelworks.optim import adafactor, build_optimizer, compiled, eight_bit
 from modelworks.optim.codec import code_tables, dequantize, nearest_codes, quantize
-from modelworks.optim.kernels_eight_bit import turned_round
 
 SHAPES = {"blocks.0.up.weight": (70, 90), "blocks.0.narrow.weight": (130, 40), "blocks.0.experts.weight": (3, 50, 64),
           "blocks.0.norm.weight": (90,), "blocks.0.long.weight": (5000,)}  # fmt: skip
@@ -58,7 +57,7 @@ def trained(settings: dict[str, Any], dtype: torch.dtype, steps: int = 5) -> dic
 
 
 def without_kernels() -> Any:
-    return patch.object(compiled, "_kernels", lambda: None)
+    return patch.object(compiled, "_kernels", lambda dtype: None)
 
 
 @pytest.mark.usefixtures("short_stretches")
@@ -92,10 +91,11 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     torch.set_num_threads(2)
     try:
         done: list[int] = []
-        compiled.run([(done.append, number) for number in range(4)])
+        jobs = [lambda number=number: done.append(number) or () for number in range(4)]
+        compiled.run(jobs)
         child = os.fork()
         if child == 0:
-            compiled.run([(done.append, number) for number in range(4)])
+            compiled.run(jobs)
             os._exit(len(done))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
     finally:
@@ -107,7 +107,7 @@ def test_what_a_kernel_raises_on_another_thread_is_raised() -> None:
     torch.set_num_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
-            compiled.run([(divmod, 1, 0)] * 2)
+            compiled.run([lambda: divmod(1, 0)] * 2)
     finally:
         torch.set_num_threads(before)
 
@@ -162,18 +162,30 @@ def test_codes_are_those_of_the_codec_bit_for_bit(name: str, dtype: torch.dtype)
                     assert torch.equal(after[f"{full}/{kind}_codes"], codes), kind
 
 
+def codes_of_kernel(values: Tensor, signed: bool) -> Tensor:
+    """Of values up to 1, each tile's largest: as a moment that is replaced by the gradient (unsigned: its square)."""
+    n = -(-len(values) // 255)
+    gradient = torch.ones(n, 256)
+    gradient[:, :255] = torch.nn.functional.pad(values, (0, n * 255 - len(values))).view(n, 255)
+    name, kind = ("lion8bit", "exp_avg") if signed else ("adam8bit", "exp_avg_sq")
+    parameter = torch.zeros_like(gradient).requires_grad_()
+    optimizer = build_optimizer([("blocks.0.w.weight", parameter)], OptimizerConfig(name=name, betas=(0.9, 0.0)))
+    optimizer.step({"blocks.0.w.weight": gradient}, 0.0)
+    codes = dict(optimizer.named_state())[f"blocks.0.w.weight/{kind}_codes"]
+    return codes[:, :255].flatten()[: len(values)]
+
+
 @pytest.mark.parametrize("signed", [True, False])
-def test_one_look_up_finds_the_nearest_code(signed: bool) -> None:
+def test_every_kind_of_value_gets_the_nearest_code(signed: bool) -> None:
     limits = code_tables(signed, torch.device("cpu")).limits[:-1]
     upper = (torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16)[:, None]
     every = (upper | torch.tensor([0, 1, 0x7FFF, 0xFFFF], dtype=torch.int32)).view(torch.float32).flatten()
+    if not signed:
+        limits = limits.double().sqrt().float()
     near = [torch.nextafter(limits, torch.full_like(limits, far)) for far in (-2.0, 2.0)]
-    values = torch.cat([every[every.abs() <= 1], limits, *near, torch.tensor([0.0, -0.0, float("nan")])])
-    values = values if signed else values[(values >= 0) | values.isnan()]
-    bits = turned_round(values.numpy().view(np.int32)).astype(np.int32)
-    carries = eight_bit.kernel_tables(signed)[1]
-    found = ((carries[bits.view(np.uint32) >> 16].astype(np.int64) + bits) >> 16).astype(np.uint8)
-    assert torch.equal(torch.from_numpy(found), nearest_codes(values, signed))
+    values = torch.cat([every[every.abs() <= 1], limits, *near, torch.tensor([0.0, -0.0])])
+    expected = nearest_codes(values if signed else values.square(), signed)
+    assert torch.equal(codes_of_kernel(values, signed), expected)
 
 
 def test_infinite_and_undefined_moments_are_kept_as_the_codec_keeps_them() -> None:
@@ -192,19 +204,22 @@ def test_infinite_and_undefined_moments_are_kept_as_the_codec_keeps_them() -> No
             torch.testing.assert_close(runs[1][kind], tensor, equal_nan=True, rtol=1e-6, atol=0)
 
 
-def test_without_numba_a_line_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    compiled._kernels.cache_clear()
-    try:
-        with patch.dict(sys.modules, {"modelworks.optim.kernels": None}), caplog.at_level(logging.WARNING):
-            import modelworks.optim
+def test_without_a_compiler_a_line_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    def cannot(*_: object, **__: object) -> None:
+        raise Unavailable("no C++ compiler was found")
 
-            with patch.object(modelworks.optim, "kernels", None, create=True):
-                del modelworks.optim.kernels
-                assert compiled.kernels_for(torch.ones(2)) is None
-                assert compiled.kernels_for(torch.ones(2)) is None
-    finally:
+    def forget() -> None:
         compiled._kernels.cache_clear()
+        compiled._library.cache_clear()
+
+    forget()
+    try:
+        with patch.object(compiled, "load", cannot), caplog.at_level(logging.WARNING):
+            for dtype in (torch.float32, torch.float64, torch.float32):
+                assert compiled.kernels_for(torch.ones(2, dtype=dtype)) is None
+    finally:
+        forget()
     [line] = caplog.messages
-    assert line.startswith("optimisers run without compiled kernels, several times as slow: numba cannot be imported")
+    assert line == "optimisers run without compiled kernels, several times as slow: no C++ compiler was found"
     assert compiled.kernels_for(torch.ones(2)) is not None
     assert compiled.kernels_for(torch.ones(2, dtype=torch.bfloat16)) is None

@@ -20,14 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from modelworks.layout import ShardSpec
-from modelworks.optim.compiled import STRETCH, array, kernels_for, run, sums_in_stretches
+from modelworks.optim.compiled import STRETCH, Job, Kernels, kernels_for, run
 from modelworks.optim.pieces import Piece, Step, batch_elements
 from modelworks.optim.sums import Sums
 
@@ -124,19 +122,17 @@ class Adafactor:
             update = (block.gradient * (own[block.stack] * block.rows.rsqrt())).mul_(block.columns.rsqrt())
             _change(block.value, update, decay, size / clip, self.first_moment, block.moment)
 
-    def _jobs(self, kernels: ModuleType, piece: Piece, own: Tensor, decay: float, size: float) -> list[tuple[Any, ...]]:
+    def _jobs(self, kernels: Kernels, piece: Piece, own: Tensor, decay: float, size: float) -> list[Job]:
         """The update of a factored tensor by a compiled kernel. own: a factor for each matrix."""
-        jobs: list[tuple[Any, ...]] = []
+        jobs: list[Job] = []
         for block in _blocks(piece, STRETCH):
-            arrays = [array(block.value), array(block.gradient)]
-            scales = [array(own[block.stack] * block.rows.rsqrt()), array(block.columns.rsqrt())]
-            numbers = [arrays[0].dtype.type(number) for number in (decay, size)]
+            scales = [own[block.stack] * block.rows.rsqrt(), block.columns.rsqrt()]
+            tensors = [block.value, block.gradient, *scales]
             if block.moment is None or self.first_moment is None:
-                jobs.append((kernels.factored_apply, *arrays, *scales, *block.matrix, *numbers))
+                jobs.append(kernels.job("factored_apply", tensors, block.sizes, [decay, size]))
             else:
-                numbers.append(arrays[0].dtype.type(1.0 - self.first_moment))
-                arrays.append(array(block.moment))
-                jobs.append((kernels.factored_apply_moment, *arrays, *scales, *block.matrix, *numbers))
+                numbers = [decay, size, 1.0 - self.first_moment]
+                jobs.append(kernels.job("factored_apply_moment", [*tensors, block.moment], block.sizes, numbers))
         return jobs
 
 
@@ -154,9 +150,10 @@ class _Block:
     moment: Tensor | None
 
     @property
-    def matrix(self) -> tuple[int, int]:
-        """Rows of each matrix that are in the block, and columns."""
-        return self.gradient.shape[1], self.gradient.shape[2]
+    def sizes(self) -> tuple[int, int, int]:
+        """All rows of the block, rows of each matrix that are in it, columns."""
+        n_matrices, n_rows, n_columns = self.gradient.shape
+        return n_matrices * n_rows, n_rows, n_columns
 
 
 def _blocks(piece: Piece, limit: int) -> Iterator[_Block]:
@@ -179,8 +176,9 @@ def _blocks(piece: Piece, limit: int) -> Iterator[_Block]:
 def _square_sum(piece: Piece) -> Tensor:
     """Of the weights, (1,), float64."""
     if kernels := kernels_for(piece.value):
-        [[total]] = sums_in_stretches(kernels.square_sums, [piece], ("value",), 1, [()])
-        return torch.tensor([total], dtype=torch.float64)
+        found: list[float] = []
+        run(kernels.sums_in_stretches("square_sums", piece, ("value",), 1, (), lambda sums: found.extend(sums) or ()))
+        return torch.tensor(found, dtype=torch.float64)
     squares: Tensor = torch.linalg.vector_norm(piece.value, dtype=torch.float64).square().view(1)
     return squares
 
@@ -199,7 +197,7 @@ def _squares_of_rows_and_columns(piece: Piece) -> tuple[Tensor, Tensor]:
     partial = [torch.zeros_like(columns[block.stack]) for block in blocks]
     run(
         [
-            (kernels.row_column_squares, array(block.gradient), array(rows[block.part]), array(part), *block.matrix)
+            kernels.job("row_column_squares", [block.gradient, rows[block.part], part], block.sizes)
             for block, part in zip(blocks, partial, strict=True)
         ]
     )
@@ -217,11 +215,14 @@ def _squares_of_updates(piece: Piece) -> Tensor:
     if kernels:
         run(
             [
-                (kernels.factored_squares, array(block.gradient), array(block.rows.rsqrt()),
-                 array(block.columns.rsqrt()), array(part), *block.matrix)
+                kernels.job(
+                    "factored_squares",
+                    [block.gradient, block.rows.rsqrt(), block.columns.rsqrt(), part],
+                    block.sizes,
+                )
                 for block, part in zip(blocks, partial, strict=True)
             ]
-        )  # fmt: skip
+        )
     for block, part in zip(blocks, partial, strict=True):
         if not kernels:
             update = block.gradient * block.rows.rsqrt() * block.columns.rsqrt()

@@ -1,124 +1,206 @@
-"""Running compiled kernels over tensors: whether they can, in stretches, on as many threads as torch has.
+"""Running kernels in C++ over tensors: whether they can, in stretches, on as many threads as torch has.
+
+An update is bound by memory. A formula of several operations goes several times through memory in torch; a kernel reads
+and writes each number once. The kernels (`kernels/*.cpp`) are built when they are first needed
+(`modelworks.native`).
 
 Stretches have a fixed length and each leaves its own partial sums, which are added up in order: results do not depend
-on the number of threads. Threads are those of this file and not of numba, whose own do not survive a fork.
+on the number of threads. No kernel starts threads: they are those of this file, one pool for a process, a forked one
+its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from modelworks.native import Unavailable, load
 from modelworks.optim.pieces import Piece
 
 STRETCH = 1 << 19  # elements: well over what calling a kernel costs, and enough of them for many threads
 
-Kernel = Callable[..., None]
+_SOURCES = tuple(sorted((Path(__file__).parent / "kernels").iterdir()))
+# No multiplication is contracted with an addition: codes of 8 bits must not depend on how a loop was vectorised.
+_FLAGS = ("-ffp-contract=off", "-fno-trapping-math")
 
 
-def kernels_for(tensor: Tensor) -> ModuleType | None:
-    """`modelworks.optim.kernels`, if they can update tensors like this one: float32 or float64 on a CPU. None where
-    torch's own operations must do; where that is for want of a compiler, a line says so, once."""
+class Job:
+    """One call of a kernel. Returns the jobs that it makes possible, to be done next."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        numbers: Sequence[float],
+        keeps: object = None,
+    ) -> None:
+        """keeps: whatever owns memory at the addresses and nobody else holds."""
+        self._kernel, self._keeps = kernel, keeps
+        self._arguments = (
+            (ctypes.c_void_p * len(addresses))(*addresses),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+            (ctypes.c_double * len(numbers))(*numbers),
+        )
+        self.after: Callable[[], Sequence[Job]] | None = None
+
+    def __call__(self) -> Sequence[Job]:
+        self._kernel(*self._arguments)
+        return self.after() if self.after else ()
+
+
+class Kernels:
+    """Those for one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._library, self._suffix = library, str(dtype).removeprefix("torch.")
+
+    def job(self, name: str, tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float] = ()) -> Job:
+        """tensors: contiguous ones."""
+        return Job(self._kernel(name), [tensor.data_ptr() for tensor in tensors], sizes, numbers, tensors)
+
+    def in_stretches(
+        self, name: str, piece: Piece, columns: Sequence[str], numbers: Sequence[float], *, backwards: bool = False
+    ) -> list[Job]:
+        """A kernel of (stretches of the columns; elements; numbers) over all of a piece.
+
+        columns: "value", "gradient" or a state's kind. backwards: from the last stretch to the first: what a pass
+        before this one touched last is still in the cache.
+        """
+        kernel = self._kernel(name)
+        jobs = [Job(kernel, addresses, [size], numbers) for addresses, size in _stretches(piece, columns)]
+        return jobs[::-1] if backwards else jobs
+
+    def sums_in_stretches(
+        self,
+        name: str,
+        piece: Piece,
+        columns: Sequence[str],
+        n_sums: int,
+        numbers: Sequence[float],
+        then: Callable[[list[float]], Sequence[Job]],
+    ) -> list[Job]:
+        """As `in_stretches` with a kernel that takes, after the columns, an array of `n_sums` float64 and leaves its
+        sums in it. The job that ends last calls `then` with the sums over all of the piece."""
+        kernel, stretches = self._kernel(name), list(_stretches(piece, columns))
+        partial = torch.empty(len(stretches), n_sums, dtype=torch.float64)
+        jobs = [
+            Job(kernel, [*addresses, row.data_ptr()], [size], numbers, partial)
+            for (addresses, size), row in zip(stretches, partial, strict=True)
+        ]
+        last = _Last(len(jobs), lambda: then([sum(column) for column in zip(*partial.tolist(), strict=True)]))
+        for job in jobs:
+            job.after = last
+        return jobs
+
+    def _kernel(self, name: str) -> Any:
+        kernel = getattr(self._library, f"{name}_{self._suffix}")
+        kernel.restype = None
+        return kernel
+
+
+def kernels_for(tensor: Tensor) -> Kernels | None:
+    """The kernels that can update tensors like this one: float32 or float64 on a CPU. None where torch's own operations
+    must do; where that is for want of a compiler, a line says so, once."""
     if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64):
         return None
-    return _kernels()
+    return _kernels(tensor.dtype)
 
 
-@cache
-def _kernels() -> ModuleType | None:
-    try:
-        from modelworks.optim import kernels
-    except ImportError as error:
-        logging.getLogger(__name__).warning(
-            "optimisers run without compiled kernels, several times as slow: numba cannot be imported (%s)", error
-        )
-        return None
-    return kernels
-
-
-def in_stretches(
-    kernel: Kernel,
-    pieces: Sequence[Piece],
-    columns: Sequence[str],
-    scalars: Sequence[Sequence[float]],
-    *,
-    backwards: bool = False,
-) -> None:
-    """`kernel(*stretches of the columns, *scalars)` over all elements of pieces of one dtype.
-
-    columns: "value", "gradient" or a state's kind. scalars: for each piece, converted to its dtype. backwards: from the
-    last stretch to the first: what a pass before this one touched last is still in the cache.
-    """
-    jobs = [(kernel, *stretch, *numbers) for _, stretch, numbers in _stretches(pieces, columns, scalars)]
-    run(jobs[::-1] if backwards else jobs)
-
-
-def sums_in_stretches(
-    kernel: Kernel, pieces: Sequence[Piece], columns: Sequence[str], n_sums: int, scalars: Sequence[Sequence[float]]
-) -> list[list[float]]:
-    """As `in_stretches` with a kernel that takes, after the columns, an array of `n_sums` float64 and leaves its sums
-    in it. Returns for each piece the sums over all of it."""
-    found = list(_stretches(pieces, columns, scalars))
-    partial = np.empty((len(found), n_sums))
-    jobs = [(kernel, *stretch, row, *numbers) for (_, stretch, numbers), row in zip(found, partial, strict=True)]
-    run(jobs)
-    totals = np.zeros((len(pieces), n_sums))
-    for (owner, _, _), row in zip(found, partial, strict=True):
-        totals[owner] += row
-    result: list[list[float]] = totals.tolist()
-    return result
-
-
-def run(jobs: Sequence[tuple[Any, ...]]) -> None:
-    """Call each (function, *arguments), in order, on as many threads as torch has here."""
+def run(jobs: Sequence[Callable[[], Sequence[Job]]]) -> None:
+    """Do each, in order, on as many threads as torch has here; jobs that one returns before any other."""
+    queue = _Queue(jobs)
     n_threads = min(torch.get_num_threads(), len(jobs))
     if n_threads <= 1:
-        for function, *arguments in jobs:
-            function(*arguments)
+        queue.work()
         return
-    queue = deque(jobs)
-    others = [_pool(os.getpid(), n_threads - 1).submit(_take, queue) for _ in range(n_threads - 1)]
+    others = [_pool(os.getpid(), n_threads - 1).submit(queue.work) for _ in range(n_threads - 1)]
     try:
-        _take(queue)
+        queue.work()
     finally:
-        queue.clear()
         _wait(others)
 
 
-def array(tensor: Tensor) -> Any:
-    """The tensor's memory as a flat numpy array."""
-    return tensor.detach().reshape(-1).numpy()
+class _Queue:
+    """Jobs to do. Workers stay while a job runs, as it may make more."""
+
+    def __init__(self, jobs: Sequence[Callable[[], Sequence[Job]]]) -> None:
+        self._jobs, self._n_running = deque(jobs), 0
+        self._changed = threading.Condition()
+
+    def work(self) -> None:
+        while job := self._take():
+            more: Sequence[Job] = ()
+            try:
+                more = job()
+            except BaseException:
+                with self._changed:
+                    self._jobs.clear()
+                raise
+            finally:
+                with self._changed:
+                    self._n_running -= 1
+                    self._jobs.extendleft(reversed(more))
+                    self._changed.notify_all()
+
+    def _take(self) -> Callable[[], Sequence[Job]] | None:
+        with self._changed:
+            while not self._jobs and self._n_running:
+                self._changed.wait()
+            if not self._jobs:
+                return None
+            self._n_running += 1
+            return self._jobs.popleft()
 
 
-def _stretches(
-    pieces: Sequence[Piece], columns: Sequence[str], scalars: Sequence[Sequence[float]]
-) -> Iterator[tuple[int, list[Any], list[Any]]]:
-    """(which piece, arrays, scalars)"""
-    for owner, (piece, own) in enumerate(zip(pieces, scalars, strict=True)):
-        tensors = {"value": piece.value, "gradient": piece.gradient, **piece.state}
-        flat = [array(tensors[column]) for column in columns]
-        numbers = [flat[0].dtype.type(number) for number in own]
-        for start in range(0, flat[0].size, STRETCH):
-            yield owner, [column[start : start + STRETCH] for column in flat], numbers
+class _Last:
+    """Of `n` calls, the last one is passed on."""
+
+    def __init__(self, n: int, then: Callable[[], Sequence[Job]]) -> None:
+        self._left, self._then, self._lock = n, then, threading.Lock()
+
+    def __call__(self) -> Sequence[Job]:
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        return self._then() if is_last else ()
 
 
-def _take(queue: deque[tuple[Any, ...]]) -> None:
-    while True:
-        try:
-            function, *arguments = queue.popleft()
-        except IndexError:
-            return
-        function(*arguments)
+@cache
+def _kernels(dtype: torch.dtype) -> Kernels | None:
+    library = _library()
+    return Kernels(library, dtype) if library else None
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return load("optim", _SOURCES, flags=_FLAGS)
+    except Unavailable as reason:
+        logging.getLogger(__name__).warning(
+            "optimisers run without compiled kernels, several times as slow: %s", reason
+        )
+        return None
+
+
+def _stretches(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[list[int], int]]:
+    """(addresses, elements)"""
+    tensors = {"value": piece.value, "gradient": piece.gradient, **piece.state}
+    starts = [tensors[column].data_ptr() for column in columns]
+    n, width = piece.value.numel(), piece.value.element_size()
+    for start in range(0, n, STRETCH):
+        yield [address + start * width for address in starts], min(STRETCH, n - start)
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:

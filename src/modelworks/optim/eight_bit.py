@@ -6,7 +6,7 @@ rows are updated rarely and unequally, keep moments of full width. These are ask
 layouts keep the same.
 
 On a CPU a compiled kernel does all of this to one block after the other, with the same codes
-(`modelworks.optim.kernels_eight_bit`).
+(`kernels/eight_bit.cpp`).
 
 Where a cut between ranks goes through a block (`SharedTiles`), the update is computed twice: first for the magnitudes,
 on which the ranks then agree, and again to be kept.
@@ -17,8 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ from modelworks.layout import ShardSpec
 from modelworks.optim.adam import Adam
 from modelworks.optim.codec import Blocks, SharedTiles, code_tables
 from modelworks.optim.codec import Piece as Part
-from modelworks.optim.compiled import STRETCH, array, kernels_for, run
+from modelworks.optim.compiled import STRETCH, Job, Kernels, kernels_for, run
 from modelworks.optim.lion import Lion
 from modelworks.optim.pieces import Piece, Step
 from modelworks.optim.sums import Sums
@@ -61,10 +59,10 @@ class EightBit:
         self.inner.update(wide, step, sums)
         narrow = [piece for piece in pieces if is_quantized(piece.name, piece.spec.shape)]
         agreed = self._agree_on_scales(narrow, step, sums)
-        jobs: list[tuple[Any, ...]] = []
+        jobs: list[Job] = []
         for piece in narrow:
-            if kernels_for(piece.value):
-                jobs += self._jobs(piece, step, agreed.get(piece.name))
+            if kernels := kernels_for(piece.value):
+                jobs += self._jobs(kernels, piece, step, agreed.get(piece.name))
             else:
                 self._update(piece, step, sums, agreed.get(piece.name))
         run(jobs)
@@ -82,28 +80,30 @@ class EightBit:
                 blocks.encode(part, moment, codes, scales, signed=kind not in self.unsigned)
 
     def _jobs(
-        self, piece: Piece, step: Step, scales: Mapping[str, Tensor] | None, *, measures: bool = False
-    ) -> Iterator[tuple[Any, ...]]:
+        self,
+        kernels: Kernels,
+        piece: Piece,
+        step: Step,
+        scales: Mapping[str, Tensor] | None,
+        *,
+        measures: bool = False,
+    ) -> Iterator[Job]:
         """The update by a compiled kernel, in parts of whole rows of tiles. scales: agreed ones. measures: it writes
         those, and of everything else only the weights."""
-        from modelworks.optim import kernels_eight_bit
-
-        name, scalars = self.inner.in_tiles(step, piece.options)
+        name, numbers = self.inner.in_tiles(step, piece.options)
         geometry = Blocks(piece.spec).geometry
         kinds = list(self.inner.states(piece.spec))
-        state = [array(piece.state[f"{kind}_{part}"]) for kind in kinds for part in (CODES, SCALES)]
-        largest = [array(scales[kind]) for kind in kinds] if scales is not None else state[1::2]
-        tables = [kernel_tables(kind not in self.unsigned) for kind in kinds]
-        value, gradient = array(piece.value), array(piece.gradient)
-        numbers = [value.dtype.type(number) for number in scalars]
-        units = geometry[0] * geometry[7] if value.size else 0
-        together = max(1, units * STRETCH // max(1, value.size))
+        state = [piece.state[f"{kind}_{part}"] for kind in kinds for part in (CODES, SCALES)]
+        largest = [scales[kind] for kind in kinds] if scales is not None else state[1::2]
+        tables = [code_tables(kind not in self.unsigned, piece.value.device) for kind in kinds]
+        entries = [table for own in tables for table in (own.values, own.limits)]
+        tensors = [piece.value, piece.gradient, *state, *largest, *entries]
+        units = geometry[0] * geometry[7] if piece.value.numel() else 0
+        together = max(1, units * STRETCH // max(1, piece.value.numel()))
+        agreed, writes = scales is not None and not measures, not measures
         for first in range(0, units, together):
-            yield (
-                getattr(kernels_eight_bit, name), value, gradient, *state, *largest,
-                scales is not None and not measures, not measures, first, min(first + together, units), geometry,
-                *(values for values, _ in tables), *(carries for _, carries in tables), *numbers,
-            )  # fmt: skip
+            last = min(first + together, units)
+            yield kernels.job(name, tensors, [first, last, agreed, writes, *geometry], numbers)
 
     def _moments(self, piece: Piece, blocks: Blocks, part: Part) -> dict[str, Tensor]:
         return {
@@ -128,9 +128,9 @@ class EightBit:
                 blocks = Blocks(piece.spec)
                 kinds = self.inner.states(piece.spec)
                 agreed[piece.name] = {k: torch.zeros_like(piece.state[f"{k}_{SCALES}"]) for k in kinds}
-                if kernels_for(piece.value):
+                if kernels := kernels_for(piece.value):
                     trial = replace(piece, value=piece.value.clone())
-                    run(list(self._jobs(trial, step, agreed[piece.name], measures=True)))
+                    run(list(self._jobs(kernels, trial, step, agreed[piece.name], measures=True)))
                     continue
                 for part in blocks.pieces():
                     moments = self._moments(piece, blocks, part)
@@ -164,12 +164,3 @@ def state_dtype(kind: str, wide: torch.dtype) -> torch.dtype:
     if kind.endswith(f"_{CODES}"):
         return torch.uint8
     return torch.float32 if kind.endswith(f"_{SCALES}") else wide
-
-
-@cache
-def kernel_tables(signed: bool) -> tuple[Any, Any]:
-    """What the compiled kernels decode and encode with."""
-    from modelworks.optim.kernels_eight_bit import carry_table
-
-    tables = code_tables(signed, torch.device("cpu"))
-    return tables.values.numpy(), carry_table(tables.lower.numpy(), tables.limits.numpy())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from modelworks.layout import ShardSpec
-from modelworks.optim.compiled import in_stretches, kernels_for
+from modelworks.optim.compiled import kernels_for, run
 from modelworks.optim.groups import ParameterOptions
 from modelworks.optim.pieces import Piece, Step, alike, batches
 from modelworks.optim.sums import Sums
@@ -31,8 +31,8 @@ class Lion:
             options = group[0].options
             lr = step.lr * options.lr_multiplier
             if kernels := kernels_for(group[0].value):
-                scalars = [self._scalars(step, options)] * len(group)
-                in_stretches(kernels.lion, group, ("value", "gradient", "exp_avg"), scalars)
+                columns, numbers = ("value", "gradient", "exp_avg"), self._scalars(step, options)
+                run([job for piece in group for job in kernels.in_stretches("lion", piece, columns, numbers)])
                 continue
             for batch in batches(group, "exp_avg"):
                 values, gradients, averages = batch.columns

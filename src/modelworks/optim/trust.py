@@ -14,7 +14,8 @@ that a tensor that starts at zero can leave it, and for norms and biases (`optim
 little about a step. Norms are of the logical tensor, experts of a layer together.
 
 Two passes: the norms must be known before anything moves. LAMB's direction is not kept in between but computed from the
-moments again, which costs less than to write and read it.
+moments again, which costs less than to write and read it. Where this process holds all of a tensor, a compiled second
+pass follows the first at once, before the next tensor, and from the end: it finds much of what it needs in the cache.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from torch import Tensor
 
 from modelworks.layout import ShardSpec
 from modelworks.optim.adam import adam_step
-from modelworks.optim.compiled import STRETCH, in_stretches, kernels_for, sums_in_stretches
+from modelworks.optim.compiled import Job, Kernels, kernels_for, run
 from modelworks.optim.pieces import Batch, Piece, Step, alike, batches
 from modelworks.optim.sums import Sums
 
 _CACHED = 1 << 20  # elements; of LAMB's four tensors 16 MB in float32, what a third-level cache holds
+
+Then = Callable[[list[float]], Sequence[Job]]  # of the squares of weights and of the update or gradient
 
 
 @dataclass(frozen=True)
@@ -45,33 +48,23 @@ class Lamb:
         return {"exp_avg": spec, "exp_avg_sq": spec}
 
     def update(self, pieces: Sequence[Piece], step: Step, sums: Sums) -> None:
-        for some in _together(pieces, sums):
-            norms = self._norms(some, step, sums)
-            for group in alike(some):
-                rates = [
-                    step.lr * piece.options.lr_multiplier * self._ratio(norms[piece.name], piece) for piece in group
-                ]
-                if kernels := kernels_for(group[0].value):
-                    decay = group[0].options.weight_decay
-                    scalars = [(rate, *self._scales(step), self.eps, decay) for rate in rates]
-                    columns = ("value", "exp_avg", "exp_avg_sq")
-                    in_stretches(kernels.lamb_apply, group, columns, scalars, backwards=True)
-                else:
-                    self._apply(group, rates, step)
+        _update(self, pieces, step, sums)
 
-    def _norms(self, pieces: Sequence[Piece], step: Step, sums: Sums) -> Mapping[str, tuple[float, float]]:
+    def first_pass(self, kernels: Kernels, piece: Piece, step: Step, then: Then) -> list[Job]:
+        columns = ("value", "gradient", "exp_avg", "exp_avg_sq")
+        beta1, beta2 = self.betas
+        numbers = (1.0 - beta1, 1.0 - beta2, beta2, *self._scales(step), self.eps, piece.options.weight_decay)
+        return kernels.sums_in_stretches("lamb_moments", piece, columns, 2, numbers, then)
+
+    def second_pass(self, kernels: Kernels, piece: Piece, rate: float, step: Step) -> list[Job]:
+        columns = ("value", "exp_avg", "exp_avg_sq")
+        numbers = (rate, *self._scales(step), self.eps, piece.options.weight_decay)
+        return kernels.in_stretches("lamb_apply", piece, columns, numbers, backwards=True)
+
+    def squares(self, group: Sequence[Piece], step: Step) -> list[list[float]]:
         """Of weights and direction. Moves the moments."""
 
-        def squares_of(group: Sequence[Piece]) -> list[list[float]]:
-            decay = group[0].options.weight_decay
-            if kernels := kernels_for(group[0].value):
-                beta1, beta2 = self.betas
-                scalars = [(1.0 - beta1, 1.0 - beta2, beta2, *self._scales(step), self.eps, decay)] * len(group)
-                columns = ("value", "gradient", "exp_avg", "exp_avg_sq")
-                return sums_in_stretches(kernels.lamb_moments, group, columns, 2, scalars)
-            return _squares_in_batches(group, ("exp_avg", "exp_avg_sq"), direction_of)
-
-        def direction_of(group: Sequence[Piece], batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        def direction_of(batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
             values, gradients, exp_avgs, exp_avg_sqs = batch.columns
             # One step of rate -1 from zero is Adam's direction; torch's kernel moves the moments on its way.
             direction = [torch.zeros_like(value) for value in values]
@@ -83,14 +76,14 @@ class Lamb:
                 torch._foreach_add_(direction, values, alpha=decay)
             return values, direction
 
-        return _norms(pieces, squares_of, sums)
+        return _squares_in_batches(group, ("exp_avg", "exp_avg_sq"), direction_of)
 
     def _scales(self, step: Step) -> tuple[float, float]:
         """What takes the bias out of the first moment, and out of the second's root."""
         first, second = (1.0 - beta**step.number for beta in self.betas)
         return 1.0 / first, 1.0 / math.sqrt(second)
 
-    def _apply(self, group: Sequence[Piece], rates: Sequence[float], step: Step) -> None:
+    def apply(self, group: Sequence[Piece], rates: Sequence[float], step: Step) -> None:
         options = group[0].options
         first, second = self._scales(step)
         for batch in batches(group, "exp_avg", "exp_avg_sq"):
@@ -103,8 +96,8 @@ class Lamb:
                 torch._foreach_mul_(values, [1.0 - each * options.weight_decay for each in rate])
             torch._foreach_addcdiv_(values, exp_avgs, root, [-each * first for each in rate])
 
-    def _ratio(self, norms: tuple[float, float], piece: Piece) -> float:
-        weight, update = norms
+    def ratio(self, weight: float, update: float, piece: Piece) -> float:
+        """By the two norms."""
         if self.clamp:
             weight = min(max(weight, self.clamp[0]), self.clamp[1])
         return weight / update if piece.options.trust and weight and update else 1.0
@@ -120,26 +113,22 @@ class Lars:
         return {"momentum_buffer": spec} if self.momentum else {}
 
     def update(self, pieces: Sequence[Piece], step: Step, sums: Sums) -> None:
-        for some in _together(pieces, sums):
-            norms = _norms(some, self._squares, sums)
-            for group in alike(some):
-                decay = group[0].options.weight_decay
-                rates = [
-                    step.lr * piece.options.lr_multiplier * self._ratio(norms[piece.name], piece) for piece in group
-                ]
-                if self.momentum and (kernels := kernels_for(group[0].value)):
-                    scalars = [(rate, decay, self.momentum) for rate in rates]
-                    columns = ("value", "gradient", "momentum_buffer")
-                    in_stretches(kernels.lars_apply, group, columns, scalars, backwards=True)
-                else:
-                    self._apply(group, rates)
+        _update(self, pieces, step, sums)
 
-    def _squares(self, group: Sequence[Piece]) -> list[list[float]]:
-        if kernels := kernels_for(group[0].value):
-            return sums_in_stretches(kernels.two_square_sums, group, ("value", "gradient"), 2, [()] * len(group))
-        return _squares_in_batches(group, (), lambda group, batch: (batch.columns[0], batch.columns[1]))
+    def first_pass(self, kernels: Kernels, piece: Piece, step: Step, then: Then) -> list[Job]:
+        return kernels.sums_in_stretches("two_square_sums", piece, ("value", "gradient"), 2, (), then)
 
-    def _apply(self, group: Sequence[Piece], rates: Sequence[float]) -> None:
+    def second_pass(self, kernels: Kernels, piece: Piece, rate: float, step: Step) -> list[Job]:
+        decay = piece.options.weight_decay
+        if not self.momentum:
+            return kernels.in_stretches("lars_apply_plain", piece, ("value", "gradient"), (rate, decay), backwards=True)
+        columns, numbers = ("value", "gradient", "momentum_buffer"), (rate, decay, self.momentum)
+        return kernels.in_stretches("lars_apply", piece, columns, numbers, backwards=True)
+
+    def squares(self, group: Sequence[Piece], step: Step) -> list[list[float]]:
+        return _squares_in_batches(group, (), lambda batch: (batch.columns[0], batch.columns[1]))
+
+    def apply(self, group: Sequence[Piece], rates: Sequence[float], step: Step) -> None:
         decay = group[0].options.weight_decay
         for batch in batches(group, *(("momentum_buffer",) if self.momentum else ())):
             values, gradients, *buffers = batch.columns
@@ -152,60 +141,90 @@ class Lars:
                 torch._foreach_add_(buffer, moved)
             torch._foreach_sub_(values, buffers[0] if buffers else moved)
 
-    def _ratio(self, norms: tuple[float, float], piece: Piece) -> float:
-        weight, gradient = norms
+    def ratio(self, weight: float, gradient: float, piece: Piece) -> float:
         if not (piece.options.trust and weight and gradient):
             return 1.0
         return self.coefficient * weight / (gradient + piece.options.weight_decay * weight + self.eps)
 
 
-def _together(pieces: Sequence[Piece], sums: Sums) -> Iterator[Sequence[Piece]]:
-    """Pieces whose norms are taken before any of them moves. All, where ranks must add theirs up: one collective. Where
-    nobody else has a part, as few as keep all threads busy, so that the second pass finds some of them in the cache."""
-    if not sums.all_here:
-        yield pieces
+def _update(rule: Lamb | Lars, pieces: Sequence[Piece], step: Step, sums: Sums) -> None:
+    if sums.all_here:
+        run([job for piece in pieces if (kernels := kernels_for(piece.value))
+             for job in _both_passes(rule, kernels, piece, step)])  # fmt: skip
+        for some in _together([piece for piece in pieces if not kernels_for(piece.value)]):
+            _apply(rule, some, _squares(rule, some, step), step)
         return
-    enough = max(_CACHED, STRETCH * torch.get_num_threads())
+    own = {name: torch.tensor(both, dtype=torch.float64) for name, both in _squares(rule, pieces, step).items()}
+    totals = sums.total(own, _two)  # one collective
+    _apply(rule, pieces, {name: both.tolist() for name, both in totals.items()}, step)
+
+
+def _both_passes(rule: Lamb | Lars, kernels: Kernels, piece: Piece, step: Step) -> list[Job]:
+    def second_pass(squares: list[float]) -> list[Job]:
+        return rule.second_pass(kernels, piece, _rate(rule, piece, squares, step), step)
+
+    return rule.first_pass(kernels, piece, step, second_pass)
+
+
+def _squares(rule: Lamb | Lars, pieces: Sequence[Piece], step: Step) -> dict[str, list[float]]:
+    """By parameter, those of the two tensors that the rule takes norms of, as far as they are here."""
+    found = {piece.name: [0.0, 0.0] for piece in pieces}
+
+    def keep(name: str) -> Then:
+        return lambda squares: found.update({name: squares}) or ()
+
+    for group in alike(pieces):
+        if kernels := kernels_for(group[0].value):
+            run([job for piece in group for job in rule.first_pass(kernels, piece, step, keep(piece.name))])
+        else:
+            found |= {piece.name: own for piece, own in zip(group, rule.squares(group, step), strict=True)}
+    return found
+
+
+def _apply(rule: Lamb | Lars, pieces: Sequence[Piece], squares: Mapping[str, Sequence[float]], step: Step) -> None:
+    for group in alike(pieces):
+        rates = [_rate(rule, piece, squares[piece.name], step) for piece in group]
+        if kernels := kernels_for(group[0].value):
+            both = zip(reversed(group), reversed(rates), strict=True)
+            run([job for piece, rate in both for job in rule.second_pass(kernels, piece, rate, step)])
+        else:
+            rule.apply(group, rates, step)
+
+
+def _rate(rule: Lamb | Lars, piece: Piece, squares: Sequence[float], step: Step) -> float:
+    weight, other = (math.sqrt(square) for square in squares)
+    return step.lr * piece.options.lr_multiplier * rule.ratio(weight, other, piece)
+
+
+def _together(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """As few pieces as keep all threads busy, so that the second pass finds some of them in the cache."""
     some: list[Piece] = []
     size = 0
     for piece in pieces:
         some.append(piece)
         size += piece.value.numel()
-        if size >= enough:
+        if size >= _CACHED:
             yield some
             some, size = [], 0
     if some:
         yield some
 
 
-def _norms(
-    pieces: Sequence[Piece], squares_of: Callable[[Sequence[Piece]], list[list[float]]], sums: Sums
-) -> Mapping[str, tuple[float, float]]:
-    """By parameter, the norms of the two logical tensors whose parts' squares `squares_of` sums for each piece."""
-    found = {piece.name: [0.0, 0.0] for piece in pieces}
-    for group in alike(pieces):
-        found |= {piece.name: own for piece, own in zip(group, squares_of(group), strict=True)}
-    squares = {name: torch.tensor(both, dtype=torch.float64) for name, both in found.items()}
-    totals = sums.total(squares, _two)
-    roots = torch.stack(list(totals.values())).sqrt().tolist() if totals else []
-    return {name: (first, second) for name, (first, second) in zip(totals, roots, strict=True)}
-
-
 def _squares_in_batches(
     group: Sequence[Piece],
     kinds: tuple[str, ...],
-    pair: Callable[[Sequence[Piece], Batch], tuple[list[Tensor], list[Tensor]]],
+    pair: Callable[[Batch], tuple[list[Tensor], list[Tensor]]],
 ) -> list[list[float]]:
     """For each piece, the squares of the two tensors that `pair` makes of each batch."""
     found = [[0.0, 0.0] for _ in group]
     for batch in batches(group, *kinds):
-        for which, tensors in enumerate(pair(group, batch)):
-            for owner, square in zip(batch.owners, _squares(tensors), strict=True):
+        for which, tensors in enumerate(pair(batch)):
+            for owner, square in zip(batch.owners, _square_sums(tensors), strict=True):
                 found[owner][which] += square
     return found
 
 
-def _squares(tensors: list[Tensor]) -> list[float]:
+def _square_sums(tensors: list[Tensor]) -> list[float]:
     """The sum of squares of each. On a CPU by a dot product, several times as fast as a norm; in float64 where squares
     of float32 leave its range."""
     if tensors[0].device.type != "cpu":
