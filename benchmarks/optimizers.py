@@ -6,6 +6,9 @@ Tensors are those of a decoder of width 1024 (matrices larger than the cache, an
 take turns, and of each the fastest round counts: what disturbs makes a round longer. `--peers` adds optimisers of
 `pytorch_optimizer` and `bitsandbytes` where they are installed; nothing else imports them. Muon is left out unless it
 is asked for by `--only`: its time is that of matrix products. `--write` keeps figures in `results/optimizers.json`.
+
+GB/s are those of an update that read every tensor in each of its passes from memory, and wrote what changes once; to be
+compared with those of `a += s b` on as many elements, measured first.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from modelworks.optim import build_optimizer
 WIDTH = 1024
 BOUNDS = {"adamw": ("torch AdamW fused", 1 / 0.95), "lamb": ("adamw", 1.5), "lion": ("adamw", 1.0)}
 EIGHT_BIT = {name: ("adamw", 2.0) for name in get_args(OptimizerName) if name.endswith("8bit")}
+# Bytes an element that are read and written, over all passes; of float32, where a state of 8 bits has 1.
+MOVED = {"sgd": 20, "adam": 28, "adamw": 28, "torch AdamW fused": 28, "lamb": 24 + 16, "lars": 8 + 20, "lion": 20,
+         "adafactor": 4 + 4 + 4 + 12, "adam8bit": 16, "adamw8bit": 16, "lion8bit": 14}  # fmt: skip
 
 
 def shapes(parameters: float) -> dict[str, tuple[int, ...]]:
@@ -89,6 +95,17 @@ def peers() -> dict[str, Callable[[list[Any]], Any]]:
     return found
 
 
+def bandwidth(elements: int, rounds: int) -> float:
+    """Bytes a second of a += s b: two are read, one is written."""
+    a, b = torch.ones(elements), torch.ones(elements)
+    seconds = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        a.add_(b, alpha=0.5)
+        seconds.append(time.perf_counter() - started)
+    return 12 * elements / min(seconds)
+
+
 def measure(arguments: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
     wanted = shapes(arguments.parameters)
@@ -99,7 +116,9 @@ def measure(arguments: argparse.Namespace, threads: int) -> list[dict[str, Any]]
     usual = [name for name in get_args(OptimizerName) if name != "muon"]
     makers |= {name: ours(name, gradients) for name in arguments.only or usual}
     makers |= {name: others(make, gradients) for name, make in (peers() if arguments.peers else {}).items()}
-    rows: list[dict[str, Any]] = []
+    memory = bandwidth(elements, arguments.rounds)
+    print(f"{threads} threads  a += s b: {memory / 1e9:.1f} GB/s")
+    rows: list[dict[str, Any]] = [{"optimizer": "a += s b", "threads": threads, "bytes_per_second": memory}]
     for name, build in makers.items():  # each beside AdamW, so that drift of the machine cancels
         pair = [Contender(name, gradients, build)]
         if name != "torch AdamW fused":
@@ -114,16 +133,20 @@ def measure(arguments: argparse.Namespace, threads: int) -> list[dict[str, Any]]
             continue
         best = [min(contender.seconds[1:]) for contender in pair]  # the first compiles and makes state
         against = best[0] / best[-1]
-        row = {
+        speed = MOVED[name] * elements / best[0] if name in MOVED else None
+        row: dict[str, Any] = {
             "optimizer": name, "threads": threads, "seconds": best[0], "against": pair[-1].name, "ratio": against,
             "bytes_per_parameter": pair[0].bytes / elements if pair[0].bytes is not None else None,
         }  # fmt: skip
         bound = (BOUNDS | EIGHT_BIT).get(name)
         row["bound"] = bound[1] if bound else None
+        row["bytes_per_second"] = speed
         rows.append(row)
         met = "" if not bound else f"  bound {bound[1]:.2f} {'met' if against <= bound[1] else 'MISSED'}"
         size = "" if row["bytes_per_parameter"] is None else f"{row['bytes_per_parameter']:6.3f} B/parameter"
-        print(f"{threads} threads  {name:28} {best[0] * 1e3:8.1f} ms  {against:5.2f} x {pair[-1].name}{met}  {size}")
+        moved = "" if speed is None else f"{speed / 1e9:5.1f} GB/s  "
+        took = f"{best[0] * 1e3:8.1f} ms  {moved}{against:5.2f} x {pair[-1].name}"
+        print(f"{threads} threads  {name:28} {took}{met}  {size}")
     return rows
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelworks.config import OptimizerConfig
-from modelworks.native import Unavailable
+from modelworks.native import Unavailable, load
 from modelworks.optim import adafactor, build_optimizer, compiled, eight_bit
 from modelworks.optim.codec import code_tables, dequantize, nearest_codes, quantize
 
@@ -91,7 +92,7 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     torch.set_num_threads(2)
     try:
         done: list[int] = []
-        jobs = [lambda number=number: done.append(number) or () for number in range(4)]
+        jobs = [partial(done.append, number) for number in range(4)]
         compiled.run(jobs)
         child = os.fork()
         if child == 0:
@@ -107,7 +108,7 @@ def test_what_a_kernel_raises_on_another_thread_is_raised() -> None:
     torch.set_num_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
-            compiled.run([lambda: divmod(1, 0)] * 2)
+            compiled.run([partial(divmod, 1, 0)] * 2)  # type: ignore[list-item]
     finally:
         torch.set_num_threads(before)
 
@@ -175,6 +176,19 @@ def codes_of_kernel(values: Tensor, signed: bool) -> Tensor:
     return codes[:, :255].flatten()[: len(values)]
 
 
+@pytest.fixture(params=["for this processor", "portable"])
+def built(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels in 8 bits with, and without, what this processor has for permuting bytes."""
+    if request.param == "for this processor":
+        yield
+        return
+    sources = [path for path in compiled._SOURCES if path.suffix == ".h" or path.stem == "eight_bit"]
+    library = load("optim-portable", sources, flags=[*compiled._FLAGS, "-DMODELWORKS_PORTABLE"])
+    with patch.object(compiled, "_kernels", lambda dtype: compiled.Kernels(library, dtype)):
+        yield
+
+
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_kind_of_value_gets_the_nearest_code(signed: bool) -> None:
     limits = code_tables(signed, torch.device("cpu")).limits[:-1]

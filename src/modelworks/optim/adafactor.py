@@ -177,7 +177,7 @@ def _square_sum(piece: Piece) -> Tensor:
     """Of the weights, (1,), float64."""
     if kernels := kernels_for(piece.value):
         found: list[float] = []
-        run(kernels.sums_in_stretches("square_sums", piece, ("value",), 1, (), lambda sums: found.extend(sums) or ()))
+        run(kernels.sums_in_stretches("square_sums", piece, ("value",), 1, (), found.extend))
         return torch.tensor(found, dtype=torch.float64)
     squares: Tensor = torch.linalg.vector_norm(piece.value, dtype=torch.float64).square().view(1)
     return squares

@@ -32,11 +32,14 @@ STRETCH = 1 << 19  # elements: well over what calling a kernel costs, and enough
 
 _SOURCES = tuple(sorted((Path(__file__).parent / "kernels").iterdir()))
 # No multiplication is contracted with an addition: codes of 8 bits must not depend on how a loop was vectorised.
-_FLAGS = ("-ffp-contract=off", "-fno-trapping-math")
+_FLAGS = ("-ffp-contract=off", "-fno-trapping-math", "-fopenmp-simd")
+
+
+More = Sequence["Job"] | None
 
 
 class Job:
-    """One call of a kernel. Returns the jobs that it makes possible, to be done next."""
+    """One call of a kernel. Returns the jobs that it makes possible, if any, to be done next."""
 
     def __init__(
         self,
@@ -53,11 +56,11 @@ class Job:
             (ctypes.c_int64 * len(sizes))(*sizes),
             (ctypes.c_double * len(numbers))(*numbers),
         )
-        self.after: Callable[[], Sequence[Job]] | None = None
+        self.after: Callable[[], More] | None = None
 
-    def __call__(self) -> Sequence[Job]:
+    def __call__(self) -> More:
         self._kernel(*self._arguments)
-        return self.after() if self.after else ()
+        return self.after() if self.after else None
 
 
 class Kernels:
@@ -89,7 +92,7 @@ class Kernels:
         columns: Sequence[str],
         n_sums: int,
         numbers: Sequence[float],
-        then: Callable[[list[float]], Sequence[Job]],
+        then: Callable[[list[float]], More],
     ) -> list[Job]:
         """As `in_stretches` with a kernel that takes, after the columns, an array of `n_sums` float64 and leaves its
         sums in it. The job that ends last calls `then` with the sums over all of the piece."""
@@ -118,7 +121,7 @@ def kernels_for(tensor: Tensor) -> Kernels | None:
     return _kernels(tensor.dtype)
 
 
-def run(jobs: Sequence[Callable[[], Sequence[Job]]]) -> None:
+def run(jobs: Sequence[Callable[[], More]]) -> None:
     """Do each, in order, on as many threads as torch has here; jobs that one returns before any other."""
     queue = _Queue(jobs)
     n_threads = min(torch.get_num_threads(), len(jobs))
@@ -135,13 +138,13 @@ def run(jobs: Sequence[Callable[[], Sequence[Job]]]) -> None:
 class _Queue:
     """Jobs to do. Workers stay while a job runs, as it may make more."""
 
-    def __init__(self, jobs: Sequence[Callable[[], Sequence[Job]]]) -> None:
+    def __init__(self, jobs: Sequence[Callable[[], More]]) -> None:
         self._jobs, self._n_running = deque(jobs), 0
         self._changed = threading.Condition()
 
     def work(self) -> None:
         while job := self._take():
-            more: Sequence[Job] = ()
+            more: More = None
             try:
                 more = job()
             except BaseException:
@@ -151,10 +154,10 @@ class _Queue:
             finally:
                 with self._changed:
                     self._n_running -= 1
-                    self._jobs.extendleft(reversed(more))
+                    self._jobs.extendleft(reversed(more or ()))
                     self._changed.notify_all()
 
-    def _take(self) -> Callable[[], Sequence[Job]] | None:
+    def _take(self) -> Callable[[], More] | None:
         with self._changed:
             while not self._jobs and self._n_running:
                 self._changed.wait()
@@ -167,14 +170,14 @@ class _Queue:
 class _Last:
     """Of `n` calls, the last one is passed on."""
 
-    def __init__(self, n: int, then: Callable[[], Sequence[Job]]) -> None:
+    def __init__(self, n: int, then: Callable[[], More]) -> None:
         self._left, self._then, self._lock = n, then, threading.Lock()
 
-    def __call__(self) -> Sequence[Job]:
+    def __call__(self) -> More:
         with self._lock:
             self._left -= 1
             is_last = self._left == 0
-        return self._then() if is_last else ()
+        return self._then() if is_last else None
 
 
 @cache

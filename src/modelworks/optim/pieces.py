@@ -2,9 +2,9 @@
 
 A rule is a formula over lists of tensors. Where torch has a fused kernel for the whole of it, that runs on whole lists;
 on a CPU those without one have compiled kernels of ours (`modelworks.optim.compiled`). What is left, other devices and
-a CPU without numba, runs torch's operations one after the other, and each would go through all of memory: so a large
-tensor is cut, small ones are put together, and all passes are made over one batch before the next. On a CPU what a
-batch holds stays in the second-level cache; on other devices batches only bound the scratch memory.
+a CPU without a compiler, runs torch's operations one after the other, and each would go through all of memory: so a
+large tensor is cut, small ones are put together, and all passes are made over one batch before the next. On a CPU what
+a batch holds stays in the second-level cache; on other devices batches only bound the scratch memory.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from modelworks.optim.sums import Sums
 
 _CACHED = 1 << 20  # elements; of LAMB's four tensors 16 MB in float32, what a third-level cache holds
 
-Then = Callable[[list[float]], Sequence[Job]]  # of the squares of weights and of the update or gradient
+Then = Callable[[list[float]], Sequence[Job] | None]  # of the squares of weights and of the update or gradient
 
 
 @dataclass(frozen=True)
@@ -170,12 +171,10 @@ def _squares(rule: Lamb | Lars, pieces: Sequence[Piece], step: Step) -> dict[str
     """By parameter, those of the two tensors that the rule takes norms of, as far as they are here."""
     found = {piece.name: [0.0, 0.0] for piece in pieces}
 
-    def keep(name: str) -> Then:
-        return lambda squares: found.update({name: squares}) or ()
-
     for group in alike(pieces):
         if kernels := kernels_for(group[0].value):
-            run([job for piece in group for job in rule.first_pass(kernels, piece, step, keep(piece.name))])
+            run([job for piece in group
+                 for job in rule.first_pass(kernels, piece, step, partial(found.__setitem__, piece.name))])  # fmt: skip
         else:
             found |= {piece.name: own for piece, own in zip(group, rule.squares(group, step), strict=True)}
     return found

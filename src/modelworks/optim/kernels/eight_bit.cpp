@@ -1,7 +1,8 @@
 // Moments in 8 bits in one pass: decode a tile, update, measure its largest magnitude, encode it again.
 //
-// A tile is at most 256 elements, and what it decodes to stays in the first-level cache; beside codes and scales nothing
-// is written but the weights. Tiles are those of `codec.Blocks`, whose operations give the same codes.
+// What a tile decodes to stays in the first-level cache; beside codes and scales nothing is written but the weights.
+// Tiles are those of `codec.Blocks`, whose operations give the same codes. A few at a time take each of these steps
+// together: one alone would wait for its scale before its codes.
 
 #include <cstring>
 
@@ -16,9 +17,11 @@ struct Geometry {
     std::int64_t stacked, rows, columns, height, width, above, left, tall, wide;
 };
 
-// A tile as far as it is here: its first element, its rows and columns, and from row to row.
+constexpr int TOGETHER = 4;
+
+// A tile as far as it is here: which one, its first element, its rows and columns, and from row to row.
 struct Tile {
-    std::int64_t start;
+    std::int64_t number, start;
     int height, width;
     std::int64_t stride;
 
@@ -33,42 +36,68 @@ struct Tile {
     }
 };
 
-Tile tile_at(std::int64_t unit, std::int64_t column, const Geometry &g) {
-    const std::int64_t stack = unit / g.tall, tile_row = unit % g.tall;
-    const std::int64_t top = std::max<std::int64_t>(0, tile_row * g.height - g.above);
-    const std::int64_t bottom = std::min(g.rows, (tile_row + 1) * g.height - g.above);
-    const std::int64_t first = std::max<std::int64_t>(0, column * g.width - g.left);
-    const std::int64_t last = std::min(g.columns, (column + 1) * g.width - g.left);
-    return {(stack * g.rows + top) * g.columns + first, int(bottom - top), int(last - first), g.columns};
+// Goes from one tile to the next; without divisions, which would take as long as a row's decoding.
+class Tiles {
+  public:
+    Tiles(std::int64_t first_unit, const Geometry &geometry)
+        : number_(first_unit * geometry.wide), stack_(first_unit / geometry.tall),
+          tile_row_(first_unit % geometry.tall), geometry_(geometry) {}
+
+    Tile next() {
+        const Geometry &g = geometry_;
+        const std::int64_t top = std::max<std::int64_t>(0, tile_row_ * g.height - g.above);
+        const std::int64_t bottom = std::min(g.rows, (tile_row_ + 1) * g.height - g.above);
+        const std::int64_t first = std::max<std::int64_t>(0, column_ * g.width - g.left);
+        const std::int64_t last = std::min(g.columns, (column_ + 1) * g.width - g.left);
+        const std::int64_t start = (stack_ * g.rows + top) * g.columns + first;
+        if (++column_ == g.wide) {
+            column_ = 0;
+            if (++tile_row_ == g.tall) tile_row_ = 0, stack_++;
+        }
+        return {number_++, start, int(bottom - top), int(last - first), g.columns};
+    }
+
+  private:
+    std::int64_t number_, stack_, tile_row_, column_ = 0;
+    const Geometry &geometry_;
+};
+
+// Tiles take long enough that what those after the next ones need comes meanwhile.
+template <class... Array> void ask_for(const Tile &tile, const Array *...arrays) {
+    const auto lines = [&](const auto *array) {
+        for (int i = 0; i < TILE; i += 64 / sizeof(*array)) __builtin_prefetch(array + tile.start + TOGETHER * TILE + i);
+    };
+    (lines(arrays), ...);
 }
 
-// As `Blocks.largest`: infinity counts as the largest float, and not a number wins.
-float largest_of(const float *values, int n) {
-    std::int32_t top = 0;
-    for (int i = 0; i < n; i++) top = std::max(top, std::bit_cast<std::int32_t>(values[i]) & 0x7FFFFFFF);
-    return std::bit_cast<float>(top == 0x7F800000 ? 0x7F7FFFFF : top);
-}
+// Of a magnitude as bits, which sort as floats do: as `Blocks.largest`, infinity counts as the largest float, and not a
+// number wins.
+float as_scale(std::int32_t bits) { return std::bit_cast<float>(bits == 0x7F800000 ? 0x7F7FFFFF : bits); }
 
-// One moment of a shard, and its tile that is worked on.
+std::int32_t magnitude(float value) { return std::bit_cast<std::int32_t>(value) & 0x7FFFFFFF; }
+
+// One moment of a shard, and what some tiles of it decode to.
 template <bool SIGNED> struct Moment {
     std::uint8_t *codes;
     float *scales, *largest; // of each tile; `largest` is read where it is agreed on, written otherwise
     bool agreed, writes;     // writes: codes and scales; without, only `largest`
     DynamicCode<SIGNED> code;
-    alignas(64) float decoded[BLOCK] = {};
-    alignas(64) std::uint8_t own[BLOCK] = {};
+    alignas(64) float decoded[TOGETHER][TILE] = {};
+    std::int32_t top[TOGETHER] = {}; // the largest magnitude of what was updated, as bits
+    alignas(64) std::uint8_t own[TILE] = {};
 
-    void load(const Tile &tile) {
-        const bool in_place = tile.size() == BLOCK && tile.height == 1;
+    void load(const Tile &tile, int k) {
+        const bool in_place = tile.size() == TILE && tile.height == 1;
         if (!in_place) tile.gather(codes, own);
-        code.decode(in_place ? codes + tile.start : own, decoded, tile.size());
+        code.decode(in_place ? codes + tile.start : own, decoded[k], tile.size());
+        top[k] = 0;
     }
 
-    void store(const Tile &tile, std::int64_t number) {
-        if (!agreed) largest[number] = largest_of(decoded, tile.size());
+    void store(const Tile &tile, int k) {
+        if (!agreed) largest[tile.number] = as_scale(top[k]);
         if (!writes) return;
-        scales[number] = largest[number];
-        code.encode(decoded, scales[number], own, tile.size());
+        scales[tile.number] = largest[tile.number];
+        code.encode(decoded[k], scales[tile.number], own, tile.size());
         tile.scatter(own, codes);
     }
 };
@@ -81,23 +110,43 @@ struct Part {
     explicit Part(Sizes s)
         : first_unit(s[0]), last_unit(s[1]), agreed(s[2]), writes(s[3]),
           geometry{s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12]} {}
+
+    // update(tile, which of those together): all of a tile's elements, once its moments are decoded.
+    template <class Update, class... Moments> void each_tile(Update update, Moments &...moments) const {
+        Tiles all(first_unit, geometry);
+        std::int64_t left = (last_unit - first_unit) * geometry.wide;
+        for (; left > 0; left -= TOGETHER) {
+            const int n = std::min<std::int64_t>(TOGETHER, left);
+            Tile tiles[TOGETHER];
+            for (int k = 0; k < n; k++) tiles[k] = all.next();
+            for (int k = 0; k < n; k++) (moments.load(tiles[k], k), ...);
+            for (int k = 0; k < n; k++) update(tiles[k], k);
+            for (int k = 0; k < n; k++) (moments.store(tiles[k], k), ...);
+        }
+    }
 };
 
 template <class T> struct Adam {
     T weight1, weight2, keep2, scale1, scale2, eps, lr, keep, decay;
 
     void update(T *__restrict__ value, const T *__restrict__ gradient, float *__restrict__ first,
-                float *__restrict__ second, float top1, float top2, int n) const {
+                float *__restrict__ second, float of_first, float of_second, std::int32_t &top1, std::int32_t &top2,
+                int n) const {
+        std::int32_t largest1 = top1, largest2 = top2;
         for (int i = 0; i < n; i++) {
             const T g = gradient[i] + decay * value[i];
-            T moved1 = first[i] * top1;
+            T moved1 = first[i] * of_first;
             moved1 = moved1 + (g - moved1) * weight1;
-            const T moved2 = T(second[i] * top2) * keep2 + (weight2 * g) * g;
+            const T moved2 = T(second[i] * of_second) * keep2 + (weight2 * g) * g;
             first[i] = moved1;
             second[i] = moved2;
+            largest1 = std::max(largest1, magnitude(moved1));
+            largest2 = std::max(largest2, magnitude(moved2));
             const T direction = moved1 * scale1 / (std::sqrt(moved2) * scale2 + eps);
             value[i] = value[i] * keep - lr * direction;
         }
+        top1 = largest1;
+        top2 = largest2;
     }
 };
 
@@ -114,32 +163,32 @@ template <class T> void adam_tiles(Arrays arrays, Sizes sizes, Numbers numbers) 
                    {as<float>(arrays[8]), as<float>(arrays[9])}};
     Moment<false> v{as<std::uint8_t>(arrays[4]), as<float>(arrays[5]), as<float>(arrays[7]), part.agreed, part.writes,
                     {as<float>(arrays[10]), as<float>(arrays[11])}};
-    for (std::int64_t unit = part.first_unit; unit < part.last_unit; unit++)
-        for (std::int64_t column = 0; column < part.geometry.wide; column++) {
-            const Tile tile = tile_at(unit, column, part.geometry);
-            const std::int64_t number = unit * part.geometry.wide + column;
-            m.load(tile);
-            v.load(tile);
-            for (int row = 0; row < tile.height; row++)
-                adam.update(value + tile.row(row), gradient + tile.row(row), m.decoded + row * tile.width,
-                            v.decoded + row * tile.width, m.scales[number], v.scales[number], tile.width);
-            m.store(tile, number);
-            v.store(tile, number);
-        }
+    const auto update = [&](const Tile &tile, int k) {
+        ask_for(tile, value, gradient, m.codes, v.codes);
+        for (int row = 0; row < tile.height; row++)
+            adam.update(value + tile.row(row), gradient + tile.row(row), m.decoded[k] + row * tile.width,
+                        v.decoded[k] + row * tile.width, m.scales[tile.number], v.scales[tile.number], m.top[k],
+                        v.top[k], tile.width);
+    };
+    part.each_tile(update, m, v);
 }
 
 template <class T> struct Lion {
     T lr, keep, ahead, weight;
 
-    void update(T *__restrict__ value, const T *__restrict__ gradient, float *__restrict__ average, float top,
-                int n) const {
+    void update(T *__restrict__ value, const T *__restrict__ gradient, float *__restrict__ average, float of_average,
+                std::int32_t &top, int n) const {
+        std::int32_t largest = top;
         for (int i = 0; i < n; i++) {
-            const T before = average[i] * top;
+            const T before = average[i] * of_average;
             const T apart = gradient[i] - before;
             const T direction = before + apart * ahead;
             value[i] = value[i] * keep - (direction > 0 ? lr : direction < 0 ? -lr : T(0));
-            average[i] = before + apart * weight;
+            const float moved = before + apart * weight;
+            average[i] = moved;
+            largest = std::max(largest, magnitude(moved));
         }
+        top = largest;
     }
 };
 
@@ -152,16 +201,13 @@ template <class T> void lion_tiles(Arrays arrays, Sizes sizes, Numbers numbers) 
     const T *gradient = as<T>(arrays[1]);
     Moment<true> m{as<std::uint8_t>(arrays[2]), as<float>(arrays[3]), as<float>(arrays[4]), part.agreed, part.writes,
                    {as<float>(arrays[5]), as<float>(arrays[6])}};
-    for (std::int64_t unit = part.first_unit; unit < part.last_unit; unit++)
-        for (std::int64_t column = 0; column < part.geometry.wide; column++) {
-            const Tile tile = tile_at(unit, column, part.geometry);
-            const std::int64_t number = unit * part.geometry.wide + column;
-            m.load(tile);
-            for (int row = 0; row < tile.height; row++)
-                lion.update(value + tile.row(row), gradient + tile.row(row), m.decoded + row * tile.width,
-                            m.scales[number], tile.width);
-            m.store(tile, number);
-        }
+    const auto update = [&](const Tile &tile, int k) {
+        ask_for(tile, value, gradient, m.codes);
+        for (int row = 0; row < tile.height; row++)
+            lion.update(value + tile.row(row), gradient + tile.row(row), m.decoded[k] + row * tile.width,
+                        m.scales[tile.number], m.top[k], tile.width);
+    };
+    part.each_tile(update, m);
 }
 
 } // namespace

@@ -8,7 +8,7 @@ namespace {
 
 // Arrays: value; sums (double): its squares. Sizes: elements.
 template <class T> void square_sums(Arrays arrays, Sizes sizes, Numbers) {
-    as<double>(arrays[1])[0] = square_sum(as<T>(arrays[0]), sizes[0]);
+    as<double>(arrays[1])[0] = square_sum(sizes[0], [array = as<T>(arrays[0])](std::int64_t i) { return array[i]; });
 }
 
 // Arrays: gradient; rows (double): set to their sums of squares; columns (double): theirs are added.
@@ -18,7 +18,7 @@ template <class T> void row_column_squares(Arrays arrays, Sizes sizes, Numbers) 
     for (std::int64_t row = 0; row < sizes[0]; row++) {
         const T *__restrict__ gradient = as<T>(arrays[0]) + row * n_columns;
         double *__restrict__ columns = as<double>(arrays[2]) + row / sizes[1] * n_columns;
-        rows[row] = square_sum(gradient, n_columns);
+        rows[row] = square_sum(n_columns, [&](std::int64_t i) { return gradient[i]; });
         for (std::int64_t i = 0; i < n_columns; i++) {
             const double wide = gradient[i];
             columns[i] += wide * wide;
@@ -36,12 +36,7 @@ template <class T> void factored_squares(Arrays arrays, Sizes sizes, Numbers) {
         const T *__restrict__ gradient = as<T>(arrays[0]) + row * n_columns;
         const T *__restrict__ column = as<T>(arrays[2]) + row / sizes[1] * n_columns;
         const T scale = row_scales[row];
-        for (std::int64_t start = 0; start < n_columns; start += LANES) {
-            T scaled[LANES];
-            const int n = std::min<std::int64_t>(LANES, n_columns - start);
-            for (int i = 0; i < n; i++) scaled[i] = gradient[start + i] * scale * column[start + i];
-            sums[row / sizes[1]] += square_sum(scaled, n);
-        }
+        sums[row / sizes[1]] += square_sum(n_columns, [&](std::int64_t i) { return gradient[i] * scale * column[i]; });
     }
 }
 

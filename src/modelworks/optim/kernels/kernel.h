@@ -24,26 +24,14 @@ using Numbers = const double *;
 
 template <class T> T *as(void *address) { return static_cast<T *>(address); }
 
-// Additions side by side, so that they keep pace with memory; the order is the same in each call.
-constexpr int LANES = 64;
-
-template <class T> double total(const T *lanes) {
+// Of element(0) ... element(n - 1). As in every sum here, additions go side by side, so that they keep pace with memory:
+// in another order on another processor, in the same in each call.
+template <class Element> double square_sum(std::int64_t n, Element element) {
     double sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
-    return sum;
-}
-
-template <class T> double square_sum(const T *array, std::int64_t n) {
-    double lanes[LANES] = {};
-    std::int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) {
-            const double wide = array[i + lane];
-            lanes[lane] += wide * wide;
-        }
-    for (int lane = 0; i < n; i++, lane++) {
-        const double wide = array[i];
-        lanes[lane] += wide * wide;
+#pragma omp simd reduction(+ : sum)
+    for (std::int64_t i = 0; i < n; i++) {
+        const double wide = element(i);
+        sum += wide * wide;
     }
-    return total(lanes);
+    return sum;
 }
