@@ -32,7 +32,7 @@ SIXTEEN_BIT = "bf16"
 class Engine:
     """name: short, for the command line. weights: how they are stored while it runs. driver: a file of `serve_peers`
     and its arguments (offline). server: its command, `{port}` left open.
-    needs: files without which it is left out."""
+    needs: files without which it is left out. contender: measured in every round; the others in the first alone."""
 
     name: str
     label: str
@@ -41,6 +41,7 @@ class Engine:
     server: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     needs: list[Path] = field(default_factory=list)
+    contender: bool = False
 
     @property
     def missing(self) -> list[Path]:
@@ -91,6 +92,7 @@ def engines(peers: Path, threads: int) -> list[Engine]:
             driver(sys.executable, "ours.py", shipped, "on"),
             server=ours("on"),
             environment=_OURS,
+            contender=True,
         ),
         Engine(
             f"{OUR_ENGINE}-torch",
@@ -107,6 +109,7 @@ def engines(peers: Path, threads: int) -> list[Engine]:
             server=llama_server(gguf),
             environment=llama_environment,
             needs=[bindings, llama, gguf],
+            contender=True,
         ),
         Engine(
             "vllm",
@@ -119,6 +122,7 @@ def engines(peers: Path, threads: int) -> list[Engine]:
             ],
             environment=vllm_environment,
             needs=[vllm, hf],
+            contender=True,
         ),
         Engine(
             "transformers",

@@ -1,14 +1,14 @@
 """Our engine and server beside their peers, on this machine, in one run: SmolLM2-135M-Instruct, greedy.
 
-    python -m benchmarks.serve --peers DIRECTORY            # all of it, 12 minutes on two cores
+    python -m benchmarks.serve --peers DIRECTORY            # all of it, 13 minutes on two cores
     python -m benchmarks.serve --peers DIRECTORY --seconds 300    # stops in time; the same command goes on
     python -m benchmarks.serve --only vllm,llama.cpp-bf16 --phase http
     python -m benchmarks.serve --report                     # results and tables again, from what was measured
 
-Rounds are interleaved: what disturbs the machine disturbs all. Every measurement is kept in a file (`--state`) as soon
-as it is there, so that a run can be cut anywhere; a peer that is missing or fails is said and left out. The results are
-the median and the best of the rounds. What `--peers` holds: `_serve_engines.py`; how it gets there:
-docs/serving-benchmarks.md. Measure on an idle machine.
+Rounds are interleaved: what disturbs the machine disturbs all. Who is no contender takes part in the first alone. Every
+measurement is kept in a file (`--state`) as soon as it is there, so that a run can be cut anywhere; a peer that is
+missing or fails is said and left out. The results are the median and the best of the rounds. What `--peers` holds:
+`_serve_engines.py`; how it gets there: docs/serving-benchmarks.md. Measure on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from benchmarks._serve_engines import Engine, engines
 from benchmarks._serve_tables import write_report
 
 STATE = Path("serve_measured.jsonl")
-ROUNDS = 3
+ROUNDS, HTTP_ROUNDS = 3, 2
 
 
 class State:
@@ -66,6 +67,7 @@ class OutOfTime(Exception):
 
 def main() -> int:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally`s, which end the servers
     state = State(arguments.state, time.monotonic() + arguments.seconds)
     chosen = []
     for engine in engines(arguments.peers, arguments.threads):
@@ -111,7 +113,7 @@ def _offline(chosen: list[Engine], state: State, arguments: argparse.Namespace) 
         for number in range(arguments.rounds):
             if not state.has("machine", "", "bandwidth", number):
                 state.add("machine", "", "bandwidth", number, offline.read_bandwidth(arguments.threads))
-            for place, engine in enumerate(chosen):
+            for place, engine in enumerate(_of_round(chosen, number)):
                 text = offline.Text(ids, random.Random(1000 * number + place))
                 wanted = [case for case in offline.CASES if not state.has("offline", engine.name, case, number)]
                 with _said(engine, failed):
@@ -121,6 +123,10 @@ def _offline(chosen: list[Engine], state: State, arguments: argparse.Namespace) 
     finally:
         for driver in drivers.values():
             driver.close()
+
+
+def _of_round(chosen: list[Engine], number: int) -> list[Engine]:
+    return [engine for engine in chosen if engine.contender or number == 0]
 
 
 def _golden(driver: offline.Driver, tokenizer: Any) -> bool:
@@ -142,8 +148,8 @@ def _http(chosen: list[Engine], state: State, arguments: argparse.Namespace) -> 
         state.add("http", engine.name, case, number, http.measure(servers[engine.name], case, number))
 
     try:
-        for number in range(arguments.rounds):
-            for engine in chosen:
+        for number in range(min(arguments.rounds, HTTP_ROUNDS)):
+            for engine in _of_round(chosen, number):
                 for name in http.CASES:
                     if engine.name not in failed and not state.has("http", engine.name, name, number):
                         state.check_time()
