@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from modelworks.serve.scheduler import Step
 
-_LEAST = 16  # tokens: less is no faster, as the weights are read once a step in any case
+_LEAST = 4  # tokens, so that a long prompt gets on whatever it costs
 _DOUBT = 6.0  # see above
 _WEIGHT = 0.25  # of a new measurement in the average
 
