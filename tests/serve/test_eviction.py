@@ -211,7 +211,12 @@ def test_an_engine_forgets_and_gives_every_block_back() -> None:
         SnapKV(budget=16, observed=8),
     ):
         options = EngineOptions(
-            kv_cache_bytes=100_000, block_size=4, token_budget=32, max_running=4, native="off", eviction=eviction
+            kv_cache_bytes=100_000,
+            block_size=4,
+            token_budget=32,
+            max_running=4,
+            eviction=eviction,
+            native="auto" if isinstance(eviction, SnapKV) else "off",
         )
         with Engine(model, options) as engine:
             params = SamplingParams(temperature=0.0, max_tokens=20)

@@ -133,12 +133,14 @@ def _sized_executor(model: LoadedModel | Transformer | ModelOnRanks, options: En
         )
     transformer = model.model if isinstance(model, LoadedModel) else model
     sizing = size_cache(transformer, options)
+    # Compiled steps do not show attention, which some policies of eviction decide by.
+    watched = options.eviction is not None and options.eviction.watches
     return sizing, build_executor(
         transformer,
         n_blocks=sizing.n_blocks,
         block_size=options.block_size,
         kv_dtype=options.kv_dtype,
-        native=options.native,
+        native="off" if watched and options.native == "auto" else options.native,
         batch_invariant=options.batch_invariant,
     )
 
