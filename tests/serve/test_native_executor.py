@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import random
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch import Tensor
 from modelworks.config import ModelConfig
 from modelworks.models import CausalContext, Transformer, initialize
 from modelworks.native import Unavailable
+from modelworks.serve import native_executor
 from modelworks.serve.batch import RaggedBatch
 from modelworks.serve.native_executor import NativeExecutor
 
@@ -332,3 +334,20 @@ def test_closing_twice_is_closing_once() -> None:
     executor.close()
     with pytest.raises(ValueError, match="closed"):
         executor.copy_blocks([])
+
+
+@pytest.mark.slow  # compiles
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of one kind")
+@pytest.mark.parametrize("processor", ["x86-64-v2", "x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_processors(processor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the instructions that the machine here may have: the same results but for rounding."""
+    model = make(dtype, qk_norm=True, sliding_window=40)
+    tokens = tokens_of(70)
+    here = alone(model, tokens)
+    monkeypatch.setattr(native_executor, "_FLAGS", (*native_executor._FLAGS, f"-march={processor}"))
+    served = Served(open_executor(model))
+    for chunk in chunks_of(tokens, [30, 1, 39]):
+        served.step(("a", chunk))
+    assert torch.equal(served.of("a"), alone(model, tokens))
+    assert error(served.of("a"), here) < (2e-5 if dtype == torch.float32 else 0.05)

@@ -28,6 +28,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ACTIVATIONS = {"swiglu": 0, "geglu": 1, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _PHASES = ("embedding", "norms", "qkv", "attention", "output", "up", "down", "head", "waiting")
 _FLAGS = ("-fvisibility=hidden", "-ffp-contract=fast")
+_BAD_POSITION = 2
 _WRONG = ("", "tokens", "positions", "slots", "starts, lengths and tables", "wanted")
 
 
@@ -70,7 +71,9 @@ class NativeExecutor:
         self._key_positions = torch.zeros(n_blocks * block_size + LANES, dtype=torch.int32)
         self._weights.model.key_positions = self._key_positions.data_ptr()
         self._rotary = model.rotary
-        self._cosines = self._sines = torch.empty(0)
+        self._angles: list[Tensor] = []  # cosines and sines of all positions so far
+        self._rotations: tuple[int | None, int | None, int] = (None, None, model.config.max_seq_len)
+        self._rotate_up_to(1)
         shape = _shape(model, dtype, n_blocks, block_size, n_threads or torch.get_num_threads())
         self._engine: int | None = self._library.modelworks_serve_open(
             ctypes.byref(shape), ctypes.byref(self._weights.model)
@@ -84,8 +87,11 @@ class NativeExecutor:
 
     def run(self, batch: RaggedBatch) -> Tensor:
         logits = torch.empty((batch.wanted.shape[0], self.config.vocab_size), dtype=torch.float32)
-        described = self._describe(batch, logits)
-        if wrong := self._library.modelworks_serve_run(self._open, ctypes.byref(described)):
+        # Little of torch and Python on this way: the weights of the last step have pushed them out of all caches.
+        wrong = self._library.modelworks_serve_run(self._open, ctypes.byref(self._describe(batch, logits)))
+        if wrong == _BAD_POSITION and self._rotate_up_to(int(batch.positions.max()) + 1):
+            wrong = self._library.modelworks_serve_run(self._open, ctypes.byref(self._describe(batch, logits)))
+        if wrong:
             raise ValueError(f"a batch's {_WRONG[wrong]} are out of range")
         return logits
 
@@ -112,27 +118,31 @@ class NativeExecutor:
         return self._engine
 
     def _describe(self, batch: RaggedBatch, logits: Tensor) -> _Batch:
-        described = _Batch(
-            n_tokens=batch.n_tokens,
-            n_sequences=batch.n_sequences,
-            n_wanted=batch.wanted.shape[0],
-            table_width=batch.tables.shape[1],
-            logits=logits.data_ptr(),
-            n_positions=self.config.max_seq_len,
-            **{name: getattr(batch, name).data_ptr() for name in _TENSORS},
+        return _Batch(
+            batch.tokens.shape[0],
+            batch.lengths.shape[0],
+            batch.wanted.shape[0],
+            batch.tables.shape[1],
+            batch.tokens.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            batch.starts.data_ptr(),
+            batch.lengths.data_ptr(),
+            batch.tables.data_ptr(),
+            batch.wanted.data_ptr(),
+            *self._rotations,
+            logits.data_ptr(),
         )
-        if self._rotary is not None:
-            longest = int(batch.positions.max()) + 1
-            if len(self._cosines) < longest:
-                self._rotate_up_to(max(longest, 2 * len(self._cosines), 512))
-            described.cosines, described.sines = self._cosines.data_ptr(), self._sines.data_ptr()
-            described.n_positions = len(self._cosines)
-        return described
 
-    def _rotate_up_to(self, length: int) -> None:
-        assert self._rotary is not None
-        cosine, sine = self._rotary(torch.arange(length)[None], torch.float32)
-        self._cosines, self._sines = cosine[0, :, 0].contiguous(), sine[0, :, 0].contiguous()
+    def _rotate_up_to(self, length: int) -> bool:
+        """Make room for positions below `length`; False where there is enough, or no rotation."""
+        known = len(self._angles[0]) if self._angles else 0
+        if self._rotary is None or length <= known:
+            return False
+        cosine, sine = self._rotary(torch.arange(max(length, 2 * known, 512))[None], torch.float32)
+        self._angles = [each[0, :, 0].contiguous() for each in (cosine, sine)]
+        self._rotations = (self._angles[0].data_ptr(), self._angles[1].data_ptr(), len(self._angles[0]))
+        return True
 
 
 def _unsupported(model: Transformer, kv_dtype: str) -> str | None:
@@ -196,15 +206,16 @@ def _shape(model: Transformer, kv_dtype: torch.dtype, n_blocks: int, block_size:
     )
 
 
-_TENSORS = ("tokens", "positions", "slots", "starts", "lengths", "tables", "wanted")
-
-
 class _Batch(ctypes.Structure):
     """`Batch` of kernels/interface.h."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("n_tokens", "n_sequences", "n_wanted", "table_width")),
-        *((name, ctypes.c_void_p) for name in (*_TENSORS, "cosines", "sines")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tokens", "positions", "slots", "starts", "lengths", "tables", "wanted")
+        ),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines")),
         ("n_positions", ctypes.c_int64),
         ("logits", ctypes.c_void_p),
     ]
