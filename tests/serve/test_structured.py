@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from modelworks.config import TokenizerTraining, UserError
+from modelworks.checkpoint import LoadedModel
+from modelworks.config import ModelConfig, TokenizerTraining, UserError
 from modelworks.data import Tokenizer
 from modelworks.data.tokenizers.training import train_tokenizer
+from modelworks.models import Transformer, initialize
+from modelworks.serve import Engine, EngineOptions, Request
 from modelworks.serve.params import SamplingParams, Structure
 from modelworks.serve.sampler import Sampler
 from modelworks.serve.structured import Compiler, Constraint
@@ -252,3 +255,28 @@ def test_bad_words_are_not_written(sampler: Sampler, tokenizer: Tokenizer) -> No
             assert sampler.sample(logits, [state])[0].token == expected
             state.accept(expected)
             tokens.append(expected)
+
+
+def test_the_engine_says_how_structured_outputs_end() -> None:
+    text = 'The quick brown fox {"name": "Mia", "age": 7}\n'
+    tokenizer = train_tokenizer([text] * 60, TokenizerTraining(vocab_size=300))
+    config = ModelConfig(n_layers=1, d_model=16, n_heads=2, vocab_size=304, max_seq_len=256, init_std=0.3)
+    model = Transformer(config)
+    initialize(model, seed=0)
+    options = EngineOptions(kv_cache_bytes=1 << 20, block_size=4, native="off")
+    schema = Structure.json_schema(PERSON)
+    with Engine(LoadedModel(model.eval(), tokenizer, config, "a tiny model"), options) as engine:
+        params = SamplingParams(structure=schema, max_tokens=200, n=4, seed=1)
+        (several,) = engine.generate(["fox"], params)
+        reasons = [each.finish_reason for each in several.completions]
+        assert "stop" in reasons
+        for each in several.completions:
+            if each.finish_reason == "stop":
+                assert jsonschema_rs.validator_for(PERSON).is_valid(json.loads(each.text))
+        (cut,) = engine.generate(["fox"], SamplingParams(structure=schema, max_tokens=3, temperature=0.0))
+        assert cut.completions[0].finish_reason == "length"
+        (beams,) = engine.generate(["fox"], SamplingParams(structure=Structure.regex("a{3}b?"), beams=3, max_tokens=9))
+        assert beams.completions[0].text in ("aaa", "aaab")
+        with pytest.raises(UserError, match="Invalid type"):
+            engine.submit(Request("wrong", [1], SamplingParams(structure=Structure.json_schema({"type": "strin"}))))
+        assert engine.problems() == []

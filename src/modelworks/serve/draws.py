@@ -61,7 +61,7 @@ def draw_tokens(
     settings, uniforms (in (0, 1)): one for each of `rows`.
     """
     tokens = np.empty(len(rows), np.int64)
-    compiled = _library() if native and logits.device.type == "cpu" and logits.stride(-1) == 1 else None
+    compiled = library() if native and logits.device.type == "cpu" and logits.stride(-1) == 1 else None
     # Few ask for typical sampling, and it looks at a whole distribution: torch's turn.
     fast = (settings.typical_p >= 1.0) & (compiled is not None)
     for places, function in ((fast.nonzero()[0], _draw_compiled), (np.logical_not(fast).nonzero()[0], _draw_torch)):
@@ -75,7 +75,7 @@ def forbid(logits: Tensor, rows: NDArray[np.int64], allowed: NDArray[np.int32], 
 
     A word has the bits of 32 tokens, the lowest first.
     """
-    compiled = _library() if native and logits.device.type == "cpu" and logits.stride(-1) == 1 else None
+    compiled = library() if native and logits.device.type == "cpu" and logits.stride(-1) == 1 else None
     if compiled is not None:
         arrays: list[NDArray[Any]] = [np.ascontiguousarray(rows), np.ascontiguousarray(allowed)]
         compiled.forbid_rows(*_matrix(logits), len(rows), *map(_address, arrays), allowed.shape[1])
@@ -89,14 +89,14 @@ def forbid(logits: Tensor, rows: NDArray[np.int64], allowed: NDArray[np.int32], 
 def _draw_compiled(
     logits: Tensor, rows: NDArray[np.int64], settings: Settings, uniforms: NDArray[np.float64]
 ) -> NDArray[np.int64]:
-    library = _library()
-    assert library is not None
+    compiled = library()
+    assert compiled is not None
     tokens = np.empty(len(rows), np.int64)
     with np.errstate(divide="ignore"):
         log_min_p = np.log(settings.min_p)
     given: tuple[NDArray[Any], ...] = (rows, settings.temperature, settings.top_k, settings.top_p, log_min_p, uniforms)
     arrays = [np.ascontiguousarray(array) for array in given]  # held here: only their addresses are handed over
-    library.draw_rows(*_matrix(logits), len(rows), *map(_address, arrays), _address(tokens))
+    compiled.draw_rows(*_matrix(logits), len(rows), *map(_address, arrays), _address(tokens))
     return tokens
 
 
@@ -124,7 +124,8 @@ def _draw_torch(
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
+    """The compiled code, or None where it cannot be had, which is said once."""
     try:
         # Contraction saves a third of the exponential's instructions; the file asks for no particular rounding.
         library = load("draws", [Path(__file__).with_name("draws.cpp")], flags=("-ffp-contract=fast",))
