@@ -48,6 +48,22 @@ Doubles exponential(Doubles x) {
   return x > -700.0 ? series * scale : Doubles{};
 }
 
+// The same in single precision, for sums over a whole vocabulary, at a quarter of the time: a token's weight is right to
+// about 1e-7 of itself (times the distance of its score from the best), and the sums are in double.
+Floats exponential(Floats x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
+  const Floats shifted = x * 1.44269504f + kRound, whole = shifted - kRound;
+  const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Floats series = r * (1.0f / 5040) + 1.0f / 720;
+  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) series = series * r + factor;
+  Flags bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits + 127) << 23;
+  Floats scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return x > -87.0f ? series * scale : Floats{};
+}
+
 double exponential(double x) { return exponential(Doubles{} + x)[0]; }
 
 class Row {
@@ -118,11 +134,14 @@ class Row {
       std::fill(std::copy(logits, logits_ + size_, padded), padded + kBlock, kRemoved);
       logits = padded;
     }
-    for (int64_t i = 0; i < kBlock; i += 8) {
-      HalfFloats values;
+    for (int64_t i = 0; i < kBlock; i += 16) {
+      Floats values;
       std::memcpy(&values, logits + i, sizeof values);
-      const Doubles result = exponential(__builtin_convertvector((values - shift_) / divisor_, Doubles) - double(best_));
-      std::memcpy(weights + i, &result, sizeof result);
+      values = exponential((values - shift_) / divisor_ - best_);
+      HalfFloats halves[2];
+      std::memcpy(halves, &values, sizeof values);
+      const Doubles result[2] = {__builtin_convertvector(halves[0], Doubles), __builtin_convertvector(halves[1], Doubles)};
+      std::memcpy(weights + i, result, sizeof result);
     }
   }
 
@@ -160,7 +179,7 @@ class Row {
 
   int64_t last_possible() const {
     int64_t id = size_ - 1;
-    while (id > 0 && exponential(double(score(logits_[id])) - best_) == 0.0) --id;
+    while (id > 0 && score(logits_[id]) - best_ <= -87.0f) --id;
     return id;
   }
 
