@@ -174,7 +174,7 @@ class EngineCore:
         if self._broken is not None:
             raise self._broken
         self._started = started = self._clock()
-        self._scheduler.long_budget = self._pace.long_budget
+        self._scheduler.long_budget = self._pace.long_budget(self._scheduler.n_prompts)
         step = self._scheduler.schedule(started)
         for sequence in step.expired:
             if (branch := self._progress.branches.get(sequence)) is not None:

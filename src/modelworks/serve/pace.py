@@ -5,6 +5,9 @@ D + c P, which is at most `stall` times D for
 
     c = (stall - 1) D / P
 
+That is for one prompt. Where n are wanted at once, all of them wait for the steps of all, and steps that are kept short
+make the queue longer for everybody: each prompt is worth such a delay, and the bound is n c.
+
 Both are measured as the engine runs, as moving averages: P where nothing is decoded, D where nothing else is done.
 Where both are done, what their sum was off is shared between them as if each of c P and D were wrong at random, c P six
 times as much: it depends on the chunk and on what lies before it, and decoding alone is measured most of the time.
@@ -42,13 +45,12 @@ class Pace:
             self._decode_seconds = max(decode + share * off, decode / 2)
             self._prompt_token_seconds = max(token + (1 - share) * off / n_chunked, token / 2)
 
-    @property
-    def long_budget(self) -> int:
-        """Tokens of long prompts for the next step, if it decodes."""
+    def long_budget(self, n_prompts: int) -> int:
+        """Tokens of long prompts for the next step, if it decodes. n_prompts: that are not yet computed, or waiting."""
         if self._stall is None or not self._decode_seconds or not self._prompt_token_seconds:
             return self._token_budget
         tokens = (self._stall - 1.0) * self._decode_seconds / self._prompt_token_seconds
-        return max(_LEAST, min(int(tokens), self._token_budget))
+        return max(_LEAST, min(int(tokens * max(1, n_prompts)), self._token_budget))
 
 
 def _average(known: float | None, new: float) -> float:

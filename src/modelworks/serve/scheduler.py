@@ -115,6 +115,12 @@ class Scheduler:
             self._unblock(step)
         return step
 
+    @property
+    def n_prompts(self) -> int:
+        """Sequences that lack more than one token: those that run, and as many of the queue as may join them."""
+        running = sum(sequence.n_pending > 1 for sequence in self.running)
+        return running + min(len(self.waiting), max(0, self.max_running - len(self.running)))
+
     def computed(self, step: Step) -> None:
         """The step has run: what it computed is in the cache. Full blocks can be found by others from now on."""
         for work in step.work:
