@@ -232,7 +232,7 @@ class FakeEngine:
             n_prompt=len(request.prompt),
             prompt_logprobs=_of_prompt(request.prompt, wanted) if wanted is not None and first else None,
             last=last,
-            queued_s=0.001,
+            queued_s=1e-6,
         )
 
     def _logprobs(self, completion: _Completion, tokens: Sequence[int]) -> list[TokenLogprob] | None:
