@@ -18,7 +18,7 @@ template <class T> void row_column_squares(Arrays arrays, Sizes sizes, Numbers) 
     for (std::int64_t row = 0; row < sizes[0]; row++) {
         const T *__restrict__ gradient = as<T>(arrays[0]) + row * n_columns;
         double *__restrict__ columns = as<double>(arrays[2]) + row / sizes[1] * n_columns;
-        rows[row] = square_sum(n_columns, [&](std::int64_t i) { return gradient[i]; });
+        rows[row] = square_sum(n_columns, [=](std::int64_t i) { return gradient[i]; });
         for (std::int64_t i = 0; i < n_columns; i++) {
             const double wide = gradient[i];
             columns[i] += wide * wide;
@@ -36,7 +36,7 @@ template <class T> void factored_squares(Arrays arrays, Sizes sizes, Numbers) {
         const T *__restrict__ gradient = as<T>(arrays[0]) + row * n_columns;
         const T *__restrict__ column = as<T>(arrays[2]) + row / sizes[1] * n_columns;
         const T scale = row_scales[row];
-        sums[row / sizes[1]] += square_sum(n_columns, [&](std::int64_t i) { return gradient[i] * scale * column[i]; });
+        sums[row / sizes[1]] += square_sum(n_columns, [=](std::int64_t i) { return gradient[i] * scale * column[i]; });
     }
 }
 
