@@ -17,6 +17,7 @@ class ScriptedServer:
 
     def __init__(self, words: int = 5) -> None:
         self.words, self.bodies, self.most, self._now, self.url = words, [], 0, 0, ""
+        self.closing = asyncio.Event()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -35,7 +36,7 @@ class ScriptedServer:
         if prompt == "crash":
             return web.Response(status=500, text="<html>oops</html>")
         if prompt == "hang":
-            await asyncio.sleep(60)
+            await self.closing.wait()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         chat = "messages" in body
@@ -92,6 +93,7 @@ def scripted_server(words: int = 5) -> Iterator[ScriptedServer]:
     try:
         yield server
     finally:
+        loop.call_soon_threadsafe(server.closing.set)
         asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
