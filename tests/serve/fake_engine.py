@@ -28,6 +28,7 @@ VOCABULARY = 300
 CONTEXT = 256
 MAGIC = {  # first characters of a prompt: what happens
     "!error": "the request fails after two tokens",
+    "!costly": "its structure turns out too costly",
     "!die": "the process ends without a word",
     "!raise": "the engine has a defect",
     "!slow": "20 ms for each step",
@@ -188,6 +189,9 @@ class FakeEngine:
         if magic == "!error" and completion.n_tokens == 2:
             completion.ended = True
             return self._delta(completion, [], "", "error", error="the constraint allows no token")
+        if magic == "!costly":
+            completion.ended = True
+            return self._delta(completion, [], "", "error", error="structure: it is too costly")
         spoken = completion.script or request.prompt
         token = spoken[completion.n_tokens % len(spoken)]
         completion.n_tokens += 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from token_cache import VOCAB_SIZE, TokenCache, greedy, logits_after
@@ -311,6 +311,9 @@ WRONG = [
     (Request("one", [5], SamplingParams(n=9)), "n: got 9, but at most 8"),
     (Request("one", [5], GREEDY, deadline=0.0), "deadline: got 0.0"),
     (Request("one", [5], SamplingParams(stop=("a",))), "no tokeniser"),
+    (Request("one", [5], GREEDY, salt="\ud800"), "salt: got .* Unicode"),
+    (Request("one", [5], GREEDY, salt=cast(str, 5)), "salt: got 5"),
+    (Request("one", [5], cast(SamplingParams, {"n": 2})), "params: got"),
     (Request("", [5], GREEDY), "id: got ''"),
     (Request("one", [5], SamplingParams(beams=8, max_tokens=59)), "beams: 8 x 60 tokens may be needed"),
 ]

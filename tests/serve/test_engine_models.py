@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -195,6 +195,8 @@ def test_what_does_not_fit_is_said_at_the_start(model: Transformer) -> None:
         Engine(model, replace(SMALL, max_model_len=97))
     with pytest.raises(UserError, match="largest max_model_len that fits is 0"):
         Engine(model, replace(SMALL, kv_cache_bytes=block - 1))
+    with pytest.raises(UserError, match=r"^kv_cache_bytes: got 10+ .*but there are"):
+        Engine(model, replace(SMALL, kv_cache_bytes=10**30))
     with Engine(model, short) as engine:
         assert engine.max_model_len == 40
         assert any("40, what the cache holds; the model's own 96" in line for line in engine.sizing.lines)
@@ -213,8 +215,16 @@ def test_a_wrong_prompt_is_refused_before_anything_is_computed(model: Transforme
             engine.generate([[1], [300]], GREEDY)
         with pytest.raises(UserError, match="got 1 for 2 prompts"):
             engine.generate([[1], [2]], [GREEDY])
+        for wrong in (None, 5, {1}, [1.0], [[1], None]):
+            with pytest.raises(UserError, match=r"^prompt: got "):
+                engine.generate(cast(Any, wrong), GREEDY)
+        with pytest.raises(UserError, match=r"^params: got"):
+            engine.generate([1], cast(Any, {"n": 2}))
         assert engine.generate([], GREEDY) == []
         assert engine.stats().n_steps == 0
+    for model_, options, name in (("my-run", None, "model"), (model, {}, "options")):
+        with pytest.raises(UserError, match=f"^{name}: got"):
+            Engine(cast(Any, model_), cast(Any, options))
     with pytest.raises(UserError, match="engine is closed"):
         engine.generate([1], GREEDY)
     with Engine(loaded, SMALL) as engine:

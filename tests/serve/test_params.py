@@ -20,6 +20,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": math.nan}),
     ("temperature", {"temperature": math.inf}),
     ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": 10**400}),
     ("top_k", {"top_k": 0}),
     ("top_k", {"top_k": 1.5}),
     ("top_p", {"top_p": 0.0}),
@@ -32,6 +33,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": {-1: 1.0}}),
     (r"logit_bias\[5\]", {"logit_bias": {5: 101}}),
     (r"logit_bias\[5\]", {"logit_bias": {5: math.nan}}),
+    (r"logit_bias\[5\]", {"logit_bias": {5: -(10**400)}}),
     ("logit_bias", {"logit_bias": {"5": 1}}),
     ("logit_bias", {"logit_bias": [5]}),
     ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 0.0)}),
@@ -77,6 +79,12 @@ def test_wrong_fields_are_named(name: str, fields: dict[str, Any]) -> None:
 def test_wrong_structures_are_refused(kind: Any, text: str, message: str) -> None:
     with pytest.raises(UserError, match=f"^structure: .*{message}"):
         Structure(kind, text)
+
+
+@pytest.mark.parametrize("schema", [{"const": object()}, {"maximum": math.nan}])
+def test_a_schema_that_is_no_json_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^structure: the schema cannot be written as JSON"):
+        Structure.json_schema(schema)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +13,9 @@ import httpx2
 import openai
 import pytest
 from serving import Serving, serving
+
+from modelworks.config import UserError
+from modelworks.serve.api.options import ServerOptions
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +234,9 @@ REFUSED = [  # body, the field that is named, a word of the message
     ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "no such talk"),
     ({"messages": [{"role": "user", "content": "break me"}]}, "messages", "chat template"),
     ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({"messages": USER, "tool_choice": "all"}, "tool_choice", "'required'"),
+    ({"messages": USER, "tool_choice": {"NamedTool": 1}}, "tool_choice", "'required'"),
+    ({"messages": USER, "NamedTool": 1}, "NamedTool", "unsupported"),
     ({"messages": USER, "max_tokens": 2, "max_completion_tokens": 2}, "max_completion_tokens", "one of both"),
     ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "of its own"),
     ({"messages": USER, "audio": {}}, "audio", "unsupported"),
@@ -270,6 +277,35 @@ def test_bodies_that_are_no_requests(http: httpx2.Client, content: bytes) -> Non
     answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_of_another_type_is_told_which_is_expected(http: httpx2.Client) -> None:
+    """What curl -d sends where nobody says otherwise."""
+    answer = http.post(
+        "/v1/completions",
+        content=b'{"prompt": "a"}',
+        headers={"Content-Type": "application/x-www-form-urlencoded"},
+    )
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message == "the body is `application/x-www-form-urlencoded`, expected `Content-Type: application/json`"
+    nothing = http.post("/v1/completions")
+    assert (nothing.status_code, nothing.json()["error"]["message"]) == (400, "expected a JSON object as the body")
+
+
+def test_a_structure_that_turns_out_too_costly_is_the_request_s_fault(http: httpx2.Client) -> None:
+    """400, not 500: clients try again after a 500."""
+    answer = http.post("/v1/completions", json={"prompt": "!costly", "structured_outputs": {"regex": "a"}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "structured_outputs")
+    assert error["message"] == "structured_outputs: it is too costly"
+
+
+@pytest.mark.parametrize("name", ["deadline", "longest_deadline", "grace", "stall"])
+def test_options_that_are_no_number_of_seconds_are_refused(name: str) -> None:
+    for wrong in (math.nan, math.inf, -1.0):
+        with pytest.raises(UserError, match=f"^{name}: got"):
+            ServerOptions(**{name: wrong})  # type: ignore[arg-type]
 
 
 def test_errors_reach_the_client_as_its_own(client: openai.OpenAI) -> None:

@@ -6,12 +6,15 @@ import math
 
 from modelworks.config import UserError, show_value
 from modelworks.serve.options import EngineOptions
+from modelworks.serve.params import SamplingParams
 from modelworks.serve.request import Request
 
 
 def check_request(request: Request, options: EngineOptions, *, vocab_size: int, max_model_len: int) -> None:
     """Raise UserError for a request that this engine can never run. Rooms in its cache are not looked at here."""
     prompt, params = request.prompt, request.params
+    if not isinstance(params, SamplingParams):
+        raise UserError(f"params: got {show_value(params)}, expected SamplingParams")
     if not isinstance(request.id, str) or not request.id:
         raise UserError(f"id: got {show_value(request.id)}, expected some text")
     if not prompt:
@@ -37,4 +40,11 @@ def check_request(request: Request, options: EngineOptions, *, vocab_size: int, 
     deadline = request.deadline
     if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline < math.inf):
         raise UserError(f"deadline: got {show_value(deadline)}, expected seconds > 0")
+    if not _is_unicode(request.salt):
+        raise UserError(f"salt: got {show_value(request.salt)}, expected Unicode text")
     params.check_against(vocab_size, max_model_len)
+
+
+def _is_unicode(text: object) -> bool:
+    """Whether it is text without half characters (surrogates), which no bytes stand for."""
+    return isinstance(text, str) and not any("\ud800" <= character <= "\udfff" for character in text)

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import cast
 
 from modelworks.checkpoint import LoadedModel
-from modelworks.config import UserError
+from modelworks.config import UserError, show_value
 from modelworks.data import Tokenizer
 from modelworks.models import Transformer
 from modelworks.serve.core import EngineCore
@@ -44,7 +44,11 @@ class Engine(EngineCore):
         *,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        options = options or EngineOptions()
+        options = EngineOptions() if options is None else options
+        if not isinstance(options, EngineOptions):
+            raise UserError(f"options: got {show_value(options)}, expected EngineOptions")
+        if not isinstance(model, LoadedModel | Transformer | ModelOnRanks):
+            raise UserError(f"model: got {show_value(model)}, expected a Transformer, or what `load_model` gives")
         if not isinstance(model, Transformer):
             tokenizer = tokenizer or model.tokenizer
         self.sizing, executor = _sized_executor(model, options)
@@ -80,7 +84,9 @@ class Engine(EngineCore):
         Raises UserError, before anything is computed, for the first request that can never run.
         """
         each = _listed(prompts)
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams | list | tuple):
+            raise UserError(f"params: got {show_value(params)}, expected SamplingParams, or a list of them")
         of_each = [params] * len(each) if isinstance(params, SamplingParams) else list(params)
         if len(of_each) != len(each):
             raise UserError(
@@ -146,6 +152,14 @@ def _sized_executor(model: LoadedModel | Transformer | ModelOnRanks, options: En
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str):
+        return [prompts]
+    expected = "text, a list of token ids, or a list of either"
+    if not isinstance(prompts, Sequence):
+        raise UserError(f"prompt: got {show_value(prompts)}, expected {expected}")
+    if len(prompts) > 0 and isinstance(prompts[0], int):
         return [cast(Prompt, prompts)]
+    for prompt in prompts:
+        if not isinstance(prompt, Sequence):
+            raise UserError(f"prompt: got {show_value(prompt)} in a list, expected {expected}")
     return list(cast(Sequence[Prompt], prompts))

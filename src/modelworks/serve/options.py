@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,8 +85,9 @@ def _whole(name: str, value: object, least: int) -> None:
 
 
 def _between(name: str, value: object, low: float, high: float, *, low_too: bool = True) -> None:
-    right = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-    if not right or (value == low and not low_too) or value == math.inf:
+    right = isinstance(value, (int, float)) and not isinstance(value, bool)
+    right = right and low <= value <= min(high, sys.float_info.max)  # type: ignore[operator]  # a number
+    if not right or (value == low and not low_too):
         bounds = f"a number {'>=' if low_too else '>'} {low:g}"
         raise UserError(f"{name}: got {value!r}, expected {bounds}{'' if high == math.inf else f' and <= {high:g}'}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -53,7 +54,10 @@ class Structure:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Structure:
         """Output that is JSON and valid under `schema`."""
-        return cls("json_schema", json.dumps(schema))
+        try:
+            return cls("json_schema", json.dumps(schema, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"structure: the schema cannot be written as JSON: {error}") from None
 
     @classmethod
     def json_object(cls) -> Structure:
@@ -258,7 +262,8 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, not asked `isfinite`, which cannot take whole numbers beyond the range of floats.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _entries(name: str, given: object, most: int | None = MOST_ENTRIES) -> tuple[Any, ...]:

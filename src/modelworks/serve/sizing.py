@@ -45,7 +45,7 @@ def size_cache(model: Transformer, options: EngineOptions) -> Sizing:
     """Raises UserError where `max_model_len` tokens do not fit the cache, saying how many do."""
     config, weight = model.config, model.head_weight()
     if options.kv_cache_bytes is not None:
-        available, lines = options.kv_cache_bytes, [f"cache memory: {format_bytes(options.kv_cache_bytes)}, as told"]
+        available, lines = _as_told(options.kv_cache_bytes, weight.device)
     else:
         available, lines = _share_of_memory(config, weight.dtype, weight.device, options)
     return divide(config, options, resolve_kv_dtype(options.kv_dtype, weight.dtype), available, lines)
@@ -61,7 +61,7 @@ def size_cache_on_ranks(model: ModelOnRanks, options: EngineOptions) -> Sizing:
     held = config.model_copy(update={"n_kv_heads": sum(counts) if together else max(counts)})
     copies = f", {held.n_kv_heads} key/value heads of {config.n_kv_heads} on {'all ranks' if together else 'a rank'}"
     if options.kv_cache_bytes is not None:
-        available, lines = options.kv_cache_bytes, [f"cache memory: {format_bytes(options.kv_cache_bytes)}, as told"]
+        available, lines = _as_told(options.kv_cache_bytes, device)
     else:
         weights = count_parameters(config).total * dtype.itemsize // (1 if together else model.ranks)
         available, lines = _share_of_memory(config, dtype, device, options, weights, model.ranks if together else 1)
@@ -104,6 +104,19 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) 
     of_token = 4 * config.d_model + 2 * config.d_attention + 4 * config.d_kv + 3 * inner
     logits = 3 * 4 * options.token_budget * config.vocab_size
     return options.token_budget * of_token * dtype.itemsize + logits
+
+
+def _as_told(n_bytes: int, device: torch.device) -> tuple[int, list[str]]:
+    """Raises UserError where no state of the machine would do."""
+    if device.type == "cuda":
+        total, what = torch.cuda.mem_get_info(device)[1], "the GPU's"
+    else:
+        total, what = facts().memory, facts().memory_reason
+    if n_bytes > total:
+        raise UserError(
+            f"kv_cache_bytes: got {n_bytes} ({format_bytes(n_bytes)}), but there are {format_bytes(total)} ({what})"
+        )
+    return n_bytes, [f"cache memory: {format_bytes(n_bytes)}, as told"]
 
 
 def _share_of_memory(

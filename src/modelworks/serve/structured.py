@@ -118,7 +118,7 @@ class Constraint:
     def _error(self) -> str | None:
         if not self._matcher.is_error():
             return None
-        return f"the output's structure is too costly or cannot go on: {_one_line(self._matcher.get_error())}"
+        return f"structure: it is too costly or cannot go on: {_one_line(self._matcher.get_error())}"
 
 
 class _Vocabulary:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from modelworks.config import UserError, nearest
 from modelworks.serve.api.schemas import field_names
 
 _LOG = logging.getLogger(__name__)
+_ALTERNATIVE = re.compile(r"literal\[|NamedTool$")  # of a field of several types: which one was tried
 _LONGEST = 2000  # characters of a message: it may quote what the request said
 _TYPES = {
     401: "authentication_error",
@@ -81,7 +83,10 @@ def install_error_handlers(app: FastAPI) -> None:
         return error.response()
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        kind = request.headers.get("content-type", "")
+        if isinstance(error.body, bytes) and "json" not in kind.lower():
+            return ApiError(400, f"the body is `{kind[:100]}`, expected `Content-Type: application/json`").response()
         return _from_validation(error.errors()).response()
 
     @app.exception_handler(HTTPException)
@@ -103,16 +108,18 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _problem(error: Any) -> tuple[str | None, str]:
-    place = list(error["loc"][1:])
+    place = [part for depth, part in enumerate(error["loc"][1:]) if depth == 0 or not _ALTERNATIVE.match(str(part))]
     if error["type"] == "json_invalid":
         return None, "the body is not valid JSON"
-    param = _dotted(place) or None
+    if not place:
+        return None, "expected a JSON object as the body"
+    param = _dotted(place)
     if error["type"] == "extra_forbidden":
         near = nearest(str(place[-1])[:64], field_names())
         hint = f" (did you mean `{near}`?)" if near else ""
         return param, f"{param}: unsupported field{hint}"
     message = error["msg"].removeprefix("Value error, ")
-    return param, message if param is None else f"{param}: {message[:1].lower()}{message[1:]}"
+    return param, f"{param}: {message[:1].lower()}{message[1:]}"
 
 
 def _dotted(place: Sequence[str | int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from modelworks.config import UserError
@@ -26,9 +27,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         for name in ("body_limit", "deadline", "longest_deadline", "stall", "max_choices"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:  # not a number neither
                 raise UserError(f"{name}: got {getattr(self, name)}, expected more than 0")
-        if self.grace < 0:
+        if not 0 <= self.grace < math.inf:
             raise UserError(f"grace: got {self.grace}, expected 0 or more seconds")
         if self.deadline > self.longest_deadline:
             raise UserError(f"deadline: got {self.deadline}, expected at most longest_deadline {self.longest_deadline}")

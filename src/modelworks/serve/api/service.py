@@ -116,7 +116,10 @@ class Running:
 
     def _check(self, delta: Delta) -> None:
         if delta.finish_reason == "error":
-            raise ApiError(500, delta.error or "the request failed", code="request_failed")
+            error = delta.error or "the request failed"
+            if error.startswith("structure:"):  # too costly in the middle of the output: trying again does not help
+                raise from_user_error(UserError(error), api_names(self._body))
+            raise ApiError(500, error, code="request_failed")
         if delta.finish_reason == "deadline":
             raise ApiError(504, "the request did not finish by its deadline (`timeout`)", code="deadline_exceeded")
         if delta.finish_reason == "abort" and self._service.draining:
