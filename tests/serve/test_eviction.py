@@ -17,7 +17,7 @@ from modelworks.models import Transformer, additive, grouped_attention
 from modelworks.serve.batch import BatchBuilder
 from modelworks.serve.blocks import BlockPool
 from modelworks.serve.engine import Engine
-from modelworks.serve.eviction import Evictor, HeavyHitters, Policy, SinksAndWindow, SnapKV, Table
+from modelworks.serve.eviction import Evictor, HeavyHitters, Policy, SinksAndWindow, SnapKV, Table, parse_policy
 from modelworks.serve.executor import build_executor
 from modelworks.serve.options import EngineOptions
 from modelworks.serve.params import SamplingParams
@@ -228,3 +228,15 @@ def test_an_engine_forgets_and_gives_every_block_back() -> None:
     assert all(len(each[0]) == 20 for each in texts)
     with pytest.raises(UserError, match="expected a policy"):
         EngineOptions(eviction="window")  # type: ignore[arg-type]
+
+
+def test_policies_in_words() -> None:
+    assert parse_policy("window") == SinksAndWindow()
+    assert parse_policy("window:5,8") == SinksAndWindow(sinks=5, window=8)
+    assert parse_policy("h2o:64,16") == HeavyHitters(budget=64, recent=16)
+    assert parse_policy("snapkv:64") == SnapKV(budget=64)
+    with pytest.raises(UserError, match="did you mean `snapkv`"):
+        parse_policy("snapvk")
+    for wrong in ("window:1,2,3", "window:a", "h2o:-1", "h2o:16,64", ""):
+        with pytest.raises(UserError):
+            parse_policy(wrong)

@@ -69,6 +69,14 @@ def command(
     prefix_cache: Annotated[
         bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Whether requests share computed prefixes.")
     ] = True,
+    prompt_stall: Annotated[
+        float,
+        typer.Option("--prompt-stall", help="How many times longer a step may take for a long prompt; 0 is no bound."),
+    ] = 1.8,
+    evict: Annotated[
+        str | None,
+        typer.Option("--evict", help="What long contexts forget: window:4,1024, h2o:1024,512 or snapkv:1024,32."),
+    ] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="A request's tokens never depend on what else runs, bit by bit.")
     ] = False,
@@ -103,6 +111,7 @@ def command(
     curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 20}' -H 'Content-Type: application/json'
     """
     from modelworks.serve.api import ServerOptions, bind
+    from modelworks.serve.eviction import parse_policy
     from modelworks.serve.options import EngineOptions
     from modelworks.serve.start import ModelStart
 
@@ -122,11 +131,14 @@ def command(
     values: dict[str, Any] = {"kv_dtype": kv_dtype, "native": native}
     if memory_share is not None:
         values["memory_share"] = memory_share
+    if evict is not None:
+        values["eviction"] = parse_policy(evict)
     options = EngineOptions(
         max_model_len=max_model_len,
         kv_cache_bytes=None if kv_cache is None else _bytes("--kv-cache", kv_cache),
         block_size=block_size,
         token_budget=token_budget,
+        stall=prompt_stall or None,
         max_running=max_running,
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,

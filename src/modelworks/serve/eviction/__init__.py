@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from modelworks.serve.eviction.policies import SinksAndWindow as SinksAndWindow
     from modelworks.serve.eviction.policies import SnapKV as SnapKV
     from modelworks.serve.eviction.policies import Table as Table
+    from modelworks.serve.eviction.policies import parse_policy as parse_policy
 
 _HOME = {
     "Evictor": "evictor",
@@ -24,6 +25,7 @@ _HOME = {
     "SinksAndWindow": "policies",
     "SnapKV": "policies",
     "Table": "policies",
+    "parse_policy": "policies",
 }
 
 __all__ = sorted(_HOME)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from modelworks.config import UserError
+from modelworks.config import UserError, nearest
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,29 @@ class SnapKV:
 
     def to_free(self, table: Table) -> list[int]:
         return _least(table, self.budget, self.observed) if table.begins else []
+
+
+_BY_NAME: dict[str, type[SinksAndWindow] | type[HeavyHitters] | type[SnapKV]] = {
+    "window": SinksAndWindow,
+    "h2o": HeavyHitters,
+    "snapkv": SnapKV,
+}
+
+
+def parse_policy(text: str) -> Policy:
+    """`window`, `h2o` or `snapkv`, alone or with its two numbers: `window:4,1024` is SinksAndWindow(4, 1024).
+
+    Raises UserError for anything else.
+    """
+    name, _, numbers = text.partition(":")
+    expected = "window:SINKS,WINDOW, h2o:BUDGET,RECENT or snapkv:BUDGET,OBSERVED"
+    if name not in _BY_NAME:
+        near = nearest(name, tuple(_BY_NAME))
+        raise UserError(f"eviction: got {text!r}, expected {expected}{f' (did you mean `{near}`?)' if near else ''}")
+    given = numbers.split(",") if numbers else []
+    if len(given) > 2 or not all(number.isdecimal() for number in given):
+        raise UserError(f"eviction: got {text!r}, expected {expected}")
+    return _BY_NAME[name](*map(int, given))
 
 
 def _least(table: Table, budget: int, recent: int) -> list[int]:
