@@ -36,6 +36,11 @@ class Watched(FakeEngine):
         super().submit(request)
 
 
+def called(arguments: str) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
     tokenizer = fake_engine.byte_tokenizer(fake_engine.TEMPLATE + "{# <tool_call> #}")
@@ -138,6 +143,14 @@ def test_the_answer_of_a_tool_reaches_the_template(client: openai.OpenAI) -> Non
             "response_format",
             "one form",
         ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "messages": [{"role": "user", "content": "!refuse"}]},
+            "tools",
+            "too hard",
+        ),
+        ({"messages": [called('{"a": "\\ud800"}')]}, "messages[0].tool_calls", "surrogate"),
+        ({"messages": [called('{"a": NaN}')]}, "messages[0].tool_calls", "not JSON"),
+        ({"messages": [called("{")]}, "messages[0].tool_calls", "not JSON"),
     ],
 )
 def test_what_is_wrong_is_named(server: Serving, more: dict[str, Any], param: str, words: str) -> None:

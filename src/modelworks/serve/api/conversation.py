@@ -9,6 +9,7 @@ from typing import Any
 from modelworks.config import UserError
 from modelworks.serve.api.errors import ApiError, bad_field
 from modelworks.serve.api.schemas import Message, Tool
+from modelworks.serve.api.values import checked_json
 from modelworks.serve.served_model import ServedModel
 
 _OURS = ("messages", "tools", "add_generation_prompt")
@@ -69,6 +70,10 @@ def _for_template(message: Message, place: int) -> dict[str, Any]:
 
 def _arguments(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         raise bad_field(f"{where}.tool_calls", "arguments: not JSON") from None
+    try:
+        return checked_json(value)
+    except ValueError as error:  # half a character, for instance, which JSON can write and no tokeniser reads
+        raise bad_field(f"{where}.tool_calls", f"arguments: {error}") from None

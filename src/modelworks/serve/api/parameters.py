@@ -87,6 +87,8 @@ def sampling_params(
 def api_names(body: SamplingFields) -> dict[str, str]:
     """Fields of a body whose names in `SamplingParams` are others, by those."""
     structure = "structured_outputs" if body.structured_outputs is not None else "response_format"
+    if body.structured_outputs is None and body.response_format is None and getattr(body, "tools", None):
+        structure = "tools"  # a call that must be is held to their schemas
     return {"include_stop": "include_stop_str_in_output", "beams": "best_of", "structure": structure}
 
 
