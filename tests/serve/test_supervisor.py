@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -17,7 +18,9 @@ from serving import Serving, serving
 
 from modelworks.config import UserError
 from modelworks.serve.engine_loop import engine_process
-from modelworks.serve.supervisor import RESTARTS
+from modelworks.serve.params import SamplingParams
+from modelworks.serve.request import Request
+from modelworks.serve.supervisor import RESTARTS, Supervisor
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +168,19 @@ def test_after_the_grace_requests_are_aborted() -> None:
         assert '"shutting_down"' in rest[-2]
         server.thread.join(20)
         assert not server.thread.is_alive()
+
+
+def test_a_thread_has_ended_when_its_supervisor_has_stopped() -> None:
+    """Also in the middle of a long step: an interpreter that ends then aborts within torch."""
+
+    async def work() -> None:
+        supervisor = Supervisor(fake_engine.build_fake, process=False)
+        await supervisor.start()
+        prompt = list(fake_engine.byte_tokenizer().encode("!hang"))
+        stream = supervisor.open([Request("one", prompt, SamplingParams(max_tokens=50))])
+        await stream.accepted()
+        await supervisor.stop()
+
+    before = set(threading.enumerate())
+    asyncio.run(work())
+    assert not [thread for thread in threading.enumerate() if thread.name == "engine" and thread not in before]

@@ -62,6 +62,7 @@ class Supervisor:
         self.on_news: Callable[[News], None] = lambda news: None  # called with what each step brought
         self._client: EngineClient | None = None
         self._process: BaseProcess | None = None
+        self._thread: threading.Thread | None = None
         self._state = "starting"
         self._error: str | None = None
         self._ends: deque[float] = deque()  # when engines ended unasked, within the window
@@ -114,6 +115,9 @@ class Supervisor:
             if self._client is None or not self._client.ready.done():
                 self._process.kill()  # it loads a model, and would not listen before it has
             await asyncio.to_thread(_join, self._process)
+        if self._thread is not None and self._client is not None and self._client.ready.done():
+            # The interpreter must not end in the middle of a step: torch's threads would abort the process.
+            await asyncio.to_thread(self._thread.join, _STOP_GRACE)
 
     async def _start(self) -> ServedModel:
         ours, theirs = multiprocessing.Pipe()
@@ -126,7 +130,8 @@ class Supervisor:
             await asyncio.to_thread(self._process.start)
             theirs.close()  # else its end would not be seen
         else:
-            threading.Thread(target=run_engine, args=(theirs, self._build), name="engine", daemon=True).start()
+            self._thread = threading.Thread(target=run_engine, args=(theirs, self._build), name="engine", daemon=True)
+            self._thread.start()
         self._client = EngineClient(ours, on_news=lambda news: self.on_news(news), on_end=self._ended)
         model = (await self._client.ready).model
         self._state = "running"
