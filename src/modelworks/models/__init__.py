@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from modelworks.models.layers.feed_forward import ACTIVATIONS as ACTIVATIONS
     from modelworks.models.layers.rotary import rotate as rotate
     from modelworks.models.operators import operator as operator
+    from modelworks.models.preparation import matrix_bytes as matrix_bytes
+    from modelworks.models.preparation import prepared as prepared
     from modelworks.models.random import Key as Key
     from modelworks.models.random import uniform_rows as uniform_rows
     from modelworks.models.recompute import activation_bytes as activation_bytes
@@ -51,6 +53,10 @@ if TYPE_CHECKING:
     from modelworks.models.streamed import streamed_logits as streamed_logits
     from modelworks.models.transformer import Part as Part
     from modelworks.models.transformer import Transformer as Transformer
+    from modelworks.models.weights import PACKED as PACKED
+    from modelworks.models.weights import PLAIN as PLAIN
+    from modelworks.models.weights import WeightFormat as WeightFormat
+    from modelworks.models.weights import packs as packs
 
 _HOME = {
     "ACTIVATIONS": "layers.feed_forward",
@@ -63,11 +69,14 @@ _HOME = {
     "Key": "random",
     "LONGEST_BLOCKWISE": "layers.blockwise_attention",
     "NameEntry": "families",
+    "PACKED": "weights",
+    "PLAIN": "weights",
     "Part": "transformer",
     "Routing": "routing",
     "RoutingTotals": "balancing",
     "Sampling": "sampling",
     "Transformer": "transformer",
+    "WeightFormat": "weights",
     "activation_bytes": "recompute",
     "additive": "context",
     "attend_one": "context",
@@ -84,9 +93,12 @@ _HOME = {
     "initialize": "initialization",
     "initialize_slice": "initialization",
     "load_routing_state": "balancing",
+    "matrix_bytes": "preparation",
     "name_map": "families",
     "operator": "operators",
+    "packs": "weights",
     "penalize": "sampling",
+    "prepared": "preparation",
     "rotate": "layers.rotary",
     "routed_layers": "balancing",
     "routing_state": "balancing",

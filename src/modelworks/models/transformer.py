@@ -13,7 +13,7 @@ last. Names do not depend on the part: layer 5 is `blocks.5` wherever it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from modelworks.models.layers.norms import build_norm
 from modelworks.models.layers.packed import Linear, pack_storage
 from modelworks.models.layers.rotary import RotaryPositions
 from modelworks.models.recompute import Recompute, run_block
+from modelworks.models.weights import Product
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Transformer(nn.Module):
         self.final_norm = build_norm(config) if part.last else None
         untied_head = part.last and not config.tie_embeddings
         self.head = Linear(config.d_model, config.vocab_size, bias=False) if untied_head else None
+        self.head_product: Product | None = None  # of a `prepared` model
 
     def forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states after the final norm, (rows, length, d_model); under µP divided by the growth of the width.
@@ -94,6 +96,8 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., d_model) -> (..., vocab_size), in the dtype of `hidden`."""
+        if self.head_product is not None:
+            return self.head_product(hidden)
         return F.linear(hidden, self.head_weight())
 
     def head_weight(self) -> Tensor:
@@ -114,11 +118,20 @@ class Transformer(nn.Module):
 
     def pack_storage(self) -> None:
         """Lay fused weights back to back, so that inference never copies them. Do it after moving or casting."""
+        for layers in self.linear_groups():
+            if len(layers) > 1:
+                pack_storage(layers)
+
+    def linear_groups(self) -> Iterator[tuple[Linear, ...]]:
+        """The blocks' linear maps, those of the same input together; of experts none."""
         for block in self.blocks.values():
             attention, feed_forward = block.attention, block.feed_forward
-            pack_storage((attention.q, attention.k, attention.v))  # type: ignore[union-attr, arg-type]
-            if isinstance(feed_forward, FeedForward) and feed_forward.gate is not None:
-                pack_storage((feed_forward.gate, feed_forward.up))
+            yield attention.q, attention.k, attention.v  # type: ignore[union-attr, misc]
+            yield (attention.o,)  # type: ignore[union-attr, misc]
+            if isinstance(feed_forward, FeedForward):
+                gated = feed_forward.gate is not None
+                yield (feed_forward.gate, feed_forward.up) if gated else (feed_forward.up,)  # type: ignore[misc]
+                yield (feed_forward.down,)
 
     def _embed(self, tokens: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         assert self.embedding is not None

@@ -1,6 +1,7 @@
 """How many blocks the KV cache has, and the longest context that it can hold, worked out aloud.
 
-    cache bytes = share · free memory − what one step takes beside it       (free: the weights are in memory already)
+    cache bytes = share · free memory − what one step takes beside it       (free: beside the weights and, on a CPU,
+                                                                             the packed copy of them)
     blocks      = cache bytes / bytes of a block, and no more than all running sequences at full length could fill
 
 What one step takes is an estimate: activations of `token_budget` tokens in one layer, and logits of every sequence,
@@ -18,10 +19,11 @@ import torch
 from modelworks.config import ModelConfig, UserError, count_parameters
 from modelworks.config.quantities import format_bytes
 from modelworks.hardware import facts
-from modelworks.models import Transformer
+from modelworks.models import PLAIN, Transformer, matrix_bytes, packs
 from modelworks.serve.kv_cache import kv_bytes_per_block, resolve_kv_dtype
 from modelworks.serve.options import EngineOptions
 from modelworks.serve.tensor_parallel.shares import HeadShare
+from modelworks.serve.torch_executor import serving_format
 
 if TYPE_CHECKING:
     from modelworks.serve.tensor_parallel.processes import ModelOnRanks
@@ -47,7 +49,13 @@ def size_cache(model: Transformer, options: EngineOptions) -> Sizing:
     if options.kv_cache_bytes is not None:
         available, lines = _as_told(options.kv_cache_bytes, weight.device)
     else:
-        available, lines = _share_of_memory(config, weight.dtype, weight.device, options)
+        # Compiled steps pack as torch's do; which of the two will run is not known yet.
+        in_torch = options.native == "off" and serving_format(weight, options.batch_invariant) == PLAIN
+        copied = 0 if in_torch or not packs(weight.dtype, weight.device) else matrix_bytes(model)
+        available, lines = _share_of_memory(config, weight.dtype, weight.device, options, copied)
+        if copied:
+            reason = "in the order of the kernels; what they are made from goes where nothing else holds the model"
+            lines.insert(0, f"packed weights: {format_bytes(copied)}, a copy {reason}")
     return divide(config, options, resolve_kv_dtype(options.kv_dtype, weight.dtype), available, lines)
 
 
@@ -127,7 +135,7 @@ def _share_of_memory(
     weights: int = 0,
     ranks: int = 1,
 ) -> tuple[int, list[str]]:
-    """weights: bytes of those that are still to be loaded. ranks: that share this memory."""
+    """weights: bytes of those that are still to be loaded or copied. ranks: that share this memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         what, share = "the GPU's", options.memory_share or _SHARE_OF_GPU

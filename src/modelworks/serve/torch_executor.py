@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelworks.config import UserError
-from modelworks.models import Transformer
+from modelworks.models import PACKED, PLAIN, Transformer, WeightFormat, packs, prepared
 from modelworks.serve.batch import RaggedBatch
 from modelworks.serve.invariant import KEYS, InvariantProducts, check_products
 from modelworks.serve.kv_cache import KVCache, kv_bytes_per_block, resolve_kv_dtype
@@ -22,7 +22,11 @@ from modelworks.serve.tensor_parallel.shares import HeadShare
 
 
 class TorchExecutor:
-    """See `modelworks.serve.executor.Executor`. The model's fused weights are packed, its values do not change.
+    """See `modelworks.serve.executor.Executor`. The model's values do not change, but its fused weights are moved
+    together.
+
+    On a CPU float32 and bfloat16 weights are copied into the order in which the kernels read them: a model that nothing
+    else uses may be dropped. Not with batch_invariant, nor for a rank's share.
 
     heads: those that the model has, where it is one rank's share; its logits are then those of its rows.
     """
@@ -57,8 +61,8 @@ class TorchExecutor:
             dtype=weight.dtype,
             device=weight.device,
         )
-        model.pack_storage()
-        self._model = model.eval()
+        model.eval().pack_storage()
+        self._model = model if heads is not None else prepared(model, serving_format(weight, batch_invariant))
         self._batch_invariant = batch_invariant
         if batch_invariant:
             if weight.device.type != "cpu":
@@ -107,6 +111,12 @@ class TorchExecutor:
         if scaling is None or scaling.type != "dynamic":
             return True
         return int(batch.positions.max()) < (scaling.original_max_seq_len or self.config.max_seq_len)
+
+
+def serving_format(weight: Tensor, batch_invariant: bool) -> WeightFormat:
+    """How a whole model's plain matrices are multiplied by, `weight` being one of them. Packed products do not give a
+    row the same bits among few others as among many."""
+    return PACKED if not batch_invariant and packs(weight.dtype, weight.device) else PLAIN
 
 
 def _one_token() -> RaggedBatch:
