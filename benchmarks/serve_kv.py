@@ -1,5 +1,5 @@
 """What the KV cache's formats and eviction policies cost in quality and save in memory, on a real model and real text;
-and what batch invariance, and making batches, cost in time.
+and what packed weights, batch invariance, and making batches, take in time.
 
     python -m benchmarks.serve_kv formats|policies|time
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks._results import write_results
 from benchmarks._serving import smollm2
 from modelworks.checkpoint import LoadedModel, load_model
+from modelworks.models import PLAIN
 from modelworks.serve.batch import BatchBuilder, RaggedBatch
 from modelworks.serve.blocks import BlockPool
 from modelworks.serve.eviction import Evictor, HeavyHitters, Policy, SinksAndWindow, SnapKV
@@ -114,22 +115,21 @@ def times() -> dict[str, Any]:
             "decode 32": decoding(32),
             "prefill 256": chunk(256),
         }
-        executors = [
-            TorchExecutor(loaded.model, n_blocks=32 * 10, block_size=BLOCK, batch_invariant=invariant)
-            for invariant in (False, True)
-        ]
+        model, room = loaded.model, {"n_blocks": 32 * 10, "block_size": BLOCK}
+        executors = {
+            "plain": TorchExecutor(model, **room, weights=PLAIN),
+            "packed": TorchExecutor(model, **room),
+            "invariant": TorchExecutor(model, **room, batch_invariant=True),
+        }
         for name, batch in batches.items():
-            best = [math.inf, math.inf]
-            for turn in range(
-                5 if "prefill" in name else 16
-            ):  # in turns, so that whatever else the machine does meets both
-                for which, executor in enumerate(executors):
+            best = dict.fromkeys(executors, math.inf)
+            for turn in range(5 if "prefill" in name else 16):  # in turns: what else the machine does meets all
+                for which, executor in executors.items():
                     started = time.perf_counter()
                     executor.run(batch)
                     if turn:
                         best[which] = min(best[which], time.perf_counter() - started)
-            plain, invariant = (1e3 * seconds for seconds in best)
-            row = {"plain_ms": plain, "invariant_ms": invariant, "cost": invariant / plain - 1}
+            row = {f"{which}_ms": 1e3 * seconds for which, seconds in best.items()}
             rows[f"{str(dtype).removeprefix('torch.')} {name}"] = row
             print(dtype, name, row, flush=True)
     return rows

@@ -204,7 +204,8 @@ def test_what_does_not_fit_is_said_at_the_start(model: Transformer) -> None:
         assert (len(output.completions[0].token_ids), output.completions[0].finish_reason) == (1, "length")
     with Engine(model, replace(SMALL, kv_cache_bytes=None)) as engine:  # from this machine's memory
         assert engine.sizing.n_blocks == 8 * 24
-        assert any(line.startswith("memory: ") for line in engine.sizing.lines)
+        for term in ("memory: ", "packed weights: "):
+            assert any(line.startswith(term) for line in engine.sizing.lines)
 
 
 def test_a_wrong_prompt_is_refused_before_anything_is_computed(model: Transformer, loaded: LoadedModel) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -261,3 +263,20 @@ def test_batch_invariant_across_tiles_of_keys() -> None:
 def test_batch_invariance_is_refused_where_it_is_not_kept() -> None:
     with pytest.raises(UserError, match="divisor of 512"):
         build_executor(model_of(), n_blocks=2, block_size=3, native="off", batch_invariant=True)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+def test_packed_weights_take_the_place_of_the_models_own(family):
+    """In float32, whose matrices are packed on a CPU; the model may then be dropped."""
+    exact, model = model_of(**FAMILIES[family]), model_of(torch.float32, **FAMILIES[family])
+    executor = build_executor(model, n_blocks=40, block_size=4, native="off")
+    weight = weakref.ref(model.blocks["0"].attention.q.weight)
+    del model
+    gc.collect()
+    assert weight() is None
+    traffic = Traffic(executor)
+    sequences = random_traffic(traffic, 5)
+    for name, rows in traffic.run().items():
+        expected = dense(exact, sequences[name])
+        for position, row in rows.items():
+            torch.testing.assert_close(row, expected[position], rtol=2e-3, atol=2e-3)

@@ -6,8 +6,8 @@
 
 Matrices of the same input (q, k and v) are processed together, one above the other, so that they are one product. They
 stay separate until then: names, checkpoints and sharding see each by itself. A layer knows its format
-(`layers.packed.Linear`); `modelworks.models.preparation` makes the products of a whole model. (The three steps are vLLM's
-for its quantised linear layers.)
+(`layers.packed.Linear`); `modelworks.models.preparation` makes the products of a whole model. (The three steps are
+vLLM's for its quantised linear layers.)
 
     PLAIN     one tensor of the model's dtype. Matrices whose storages lie back to back are processed without a copy
     PACKED    stored the same; processed into the order in which oneDNN's kernels on CPUs read it, a copy
@@ -55,7 +55,7 @@ class Product:
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """The results of each matrix."""
-        return torch.split(self(x), self.widths, dim=-1)
+        return torch.split(self(x), list(self.widths), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ PLAIN, PACKED = Plain(), Packed()
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether PACKED can be had here for weights of this dtype, and is worth having."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     operators = torch.ops.mkldnn
     if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):

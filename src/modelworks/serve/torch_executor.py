@@ -25,10 +25,9 @@ class TorchExecutor:
     """See `modelworks.serve.executor.Executor`. The model's values do not change, but its fused weights are moved
     together.
 
-    On a CPU float32 and bfloat16 weights are copied into the order in which the kernels read them: a model that nothing
-    else uses may be dropped. Not with batch_invariant, nor for a rank's share.
-
-    heads: those that the model has, where it is one rank's share; its logits are then those of its rows.
+    heads: those that the model has, where it is one rank's share; its logits are then those of its rows, and its
+    weights are multiplied by as they lie. weights: how plain matrices are multiplied by, otherwise; None is
+    `serving_format`, which on CPUs copies them: a model that nothing else uses may then be dropped.
     """
 
     name = "torch"
@@ -42,6 +41,7 @@ class TorchExecutor:
         kv_dtype: str = "auto",
         batch_invariant: bool = False,
         heads: HeadShare | None = None,
+        weights: WeightFormat | None = None,
     ) -> None:
         weight = model.head_weight()
         self.config, self.n_blocks, self.block_size = model.config, n_blocks, block_size
@@ -62,7 +62,9 @@ class TorchExecutor:
             device=weight.device,
         )
         model.eval().pack_storage()
-        self._model = model if heads is not None else prepared(model, serving_format(weight, batch_invariant))
+        self._model = (
+            model if heads is not None else prepared(model, weights or serving_format(weight, batch_invariant))
+        )
         self._batch_invariant = batch_invariant
         if batch_invariant:
             if weight.device.type != "cpu":
@@ -114,8 +116,9 @@ class TorchExecutor:
 
 
 def serving_format(weight: Tensor, batch_invariant: bool) -> WeightFormat:
-    """How a whole model's plain matrices are multiplied by, `weight` being one of them. Packed products do not give a
-    row the same bits among few others as among many."""
+    """How a whole model's plain matrices are multiplied by, `weight` being one of them: packed where that can be had
+    (docs/serving-cache.md has what it gains), plain where rows shall have the same bits in any batch, for which packed
+    products have no way that is known."""
     return PACKED if not batch_invariant and packs(weight.dtype, weight.device) else PLAIN
 
 
