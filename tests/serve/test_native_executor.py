@@ -253,6 +253,22 @@ def test_a_sequence_of_nan_spoils_its_own_rows_only() -> None:
     assert served.of("worse").isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_leaves_nothing_behind_for_those_who_come_later(dtype: torch.dtype) -> None:
+    """Sizes that fill no whole vectors: what stands behind a row is not written by everyone who uses it."""
+    odd = {"d_model": 71, "head_dim": 10, "d_ff": 77, "vocab_size": 203, "n_kv_heads": 3}
+    for settings in ({"norm": "layernorm"}, {"qk_norm": True, "family": "qwen3"}):
+        model = make(dtype, **odd, **settings)
+        with torch.no_grad():
+            model.embedding.weight[7] = float("nan")  # type: ignore[union-attr]
+        tokens = [8] * 20
+        wanted = alone(model, tokens)
+        served = Served(open_executor(model))
+        served.step(("bad", [7] * 20))
+        served.step(("a", tokens))
+        assert torch.equal(served.of("a"), wanted)
+
+
 def test_copied_blocks_go_on_as_their_origin_would() -> None:
     model = make(sliding_window=20)
     tokens, other = tokens_of(40), tokens_of(40, 9)

@@ -17,27 +17,30 @@ struct Norm {
   float epsilon;
 };
 
-// out = norm(x) * multiplier. x: `size` numbers, then zeros up to a whole vector; so will `out` be.
+// out = norm(x) * multiplier. x: `size` numbers, then anything up to a whole vector; there `out` will be zero. (What
+// follows a row may be not a number: left by a row that was none, where it is written by addition alone.)
 template <class Element>
 void normalise(const Norm& norm, const float* x, int size, float multiplier, Element* out) {
   const int n_vectors = divide_up(size, kLanes);
+  const auto within = [&](int i, Floats values) {
+    return i < n_vectors - 1 ? values : (kLaneNumbers < size - i * kLanes ? values : Floats{});
+  };
   float mean = 0.0f;
   Floats sum = {};
   if (norm.kind == NormKind::kLayer) {
-    for (int i = 0; i < n_vectors; i++) sum += load(x + i * kLanes);
+    for (int i = 0; i < n_vectors; i++) sum += within(i, load(x + i * kLanes));
     mean = sum_of(sum) / size;
     sum = Floats{};
   }
   for (int i = 0; i < n_vectors; i++) {
-    Floats centred = load(x + i * kLanes) - mean;
-    if (i == n_vectors - 1) centred = kLaneNumbers < size - i * kLanes ? centred : Floats{};
+    const Floats centred = within(i, load(x + i * kLanes) - mean);
     sum += centred * centred;
   }
   const float scale = multiplier / std::sqrt(sum_of(sum) / size + norm.epsilon);
   for (int i = 0; i < n_vectors; i++) {
     Floats y = (load(x + i * kLanes) - mean) * scale * load(norm.weight + i * kLanes);
     if (norm.kind == NormKind::kLayer) y += load(norm.bias + i * kLanes) * multiplier;
-    store(out + i * kLanes, y);
+    store(out + i * kLanes, within(i, y));
   }
 }
 
