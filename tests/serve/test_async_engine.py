@@ -89,6 +89,22 @@ def test_cancelling_at_any_moment_leaves_nothing_behind() -> None:
     served.close()
 
 
+def test_a_stream_left_before_its_end_was_read_ends_no_other_of_the_same_id() -> None:
+    async def work() -> None:
+        left = served.stream(Request("same", [5, 6], GREEDY))
+        await anext(left)
+        await until_free(served)  # the request has ended; its last deltas wait to be read
+        again = served.stream(Request("same", [5, 6], SamplingParams(temperature=0.0, max_tokens=400)))
+        deltas = [await anext(again)]
+        await left.aclose()  # type: ignore[attr-defined]
+        deltas += [delta async for delta in again]
+        assert [token for delta in deltas for token in delta.token_ids] == greedy([5, 6], 400)
+
+    served = engine()
+    run(work())
+    served.close()
+
+
 def test_who_aborts_another_ends_its_stream() -> None:
     async def work() -> None:
         task = asyncio.create_task(gathered(served, Request("one", [5, 6], ENDLESS)))

@@ -51,18 +51,16 @@ class AsyncEngine:
         if self._draining:
             raise UserError("the engine is about to stop and takes no more requests")
         inbox: asyncio.Queue[Delta | Exception] = asyncio.Queue()
-        loop, taken, finished = asyncio.get_running_loop(), False, False
+        loop, finished = asyncio.get_running_loop(), False
 
         def submit() -> None:
-            nonlocal taken
             self._engine.submit(request)
             self._inboxes[request.id] = (loop, inbox)
-            taken = True
 
         def abort() -> None:
-            if taken and not finished:
+            if self._inboxes.get(request.id) == (loop, inbox):  # else it has ended, and its id may be another's by now
                 self._engine.abort(request.id, told=False)
-                self._inboxes.pop(request.id, None)
+                del self._inboxes[request.id]
 
         try:
             await asyncio.wrap_future(self._ask(submit))
