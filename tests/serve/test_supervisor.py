@@ -17,9 +17,11 @@ import pytest
 from serving import Serving, serving
 
 from modelworks.config import UserError
+from modelworks.serve.engine_client import EngineGone
 from modelworks.serve.engine_loop import engine_process
 from modelworks.serve.params import SamplingParams
 from modelworks.serve.request import Request
+from modelworks.serve.served_model import ServedModel
 from modelworks.serve.supervisor import RESTARTS, Supervisor
 
 
@@ -101,6 +103,30 @@ def test_an_engine_that_cannot_start_again_is_given_up(tmp_path: Path) -> None:
 def test_what_is_wrong_at_the_start_is_the_users() -> None:
     with pytest.raises(UserError, match="no such run"), serving(fake_engine.build_wrong, process=True):
         pass
+
+
+class Hopeless(fake_engine.FakeEngine):
+    @property
+    def has_work(self) -> bool:
+        raise RuntimeError("a defect at once")
+
+
+def build_hopeless() -> tuple[Hopeless, ServedModel]:
+    return Hopeless(), fake_engine.served_model()
+
+
+def test_an_engine_that_ends_before_anybody_saw_it_ready_has_not_started() -> None:
+    async def work() -> None:
+        others = set(threading.enumerate())
+        starting = asyncio.ensure_future(Supervisor(build_hopeless, process=False).start())
+        await asyncio.sleep(0)
+        for thread in set(threading.enumerate()) - others:  # all that it said waits to be looked at, its end too
+            if thread.name in ("engine", "engine-read"):
+                thread.join()
+        with pytest.raises(EngineGone, match="as soon as it was ready: RuntimeError: a defect at once"):
+            await starting
+
+    asyncio.run(work())
 
 
 def test_an_engine_without_a_front_ends() -> None:

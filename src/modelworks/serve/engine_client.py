@@ -103,7 +103,7 @@ class EngineClient:
         self._on_news, self._on_end = on_news, on_end
         self._streams: dict[str, RequestStream] = {}
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
-        self._ended = False
+        self.ended = False  # nothing more will come
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.failure: Failed | None = None
         self.stats = EngineStats()
@@ -118,7 +118,7 @@ class EngineClient:
 
     def open(self, requests: Sequence[Request]) -> RequestStream:
         """Submit `requests` and follow them. Raises EngineGone where there is nobody to take them."""
-        if self._ended:
+        if self.ended:
             raise EngineGone("the engine has ended")
         stream = RequestStream(self, [request.id for request in requests])
         for request in requests:
@@ -195,7 +195,7 @@ class EngineClient:
         self._on_news(news)
 
     def _end(self) -> None:
-        self._ended = True
+        self.ended = True
         self._connection.close()
         why = f": {self.failure.message}" if self.failure else ""
         for stream in {id(stream): stream for stream in self._streams.values()}.values():

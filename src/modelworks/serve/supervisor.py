@@ -134,6 +134,9 @@ class Supervisor:
             self._thread.start()
         self._client = EngineClient(ours, on_news=lambda news: self.on_news(news), on_end=self._ended)
         model = (await self._client.ready).model
+        if self._client.ended:  # `_ended` was called before the state was one that it heeds
+            why = f": {self._client.failure.message}" if self._client.failure else ""
+            raise EngineGone(f"the engine ended as soon as it was ready{why}")
         self._state = "running"
         return model
 
