@@ -105,8 +105,11 @@ def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
 
 
 def test_echo_gives_the_prompt_and_its_logprobs(client: openai.OpenAI) -> None:
-    choice = client.completions.create(model="fake", prompt="abc", max_tokens=0, echo=True, logprobs=1).choices[0]
+    answer = client.completions.create(model="fake", prompt="abc", max_tokens=0, echo=True, logprobs=1)
+    choice = answer.choices[0]
     assert choice.text == "abc"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0, "the token that is computed for the scores is not returned"
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs == [None, -0.5, -0.5], "the first token is given, not predicted"
     assert choice.logprobs.top_logprobs is not None
@@ -153,6 +156,18 @@ def test_prompt_logprobs(http: httpx2.Client) -> None:
         "rank": 1,
         "decoded_token": "u",
     }
+
+
+@pytest.mark.parametrize(("logprobs", "of_prompt"), [(2, 1), (1, 2), (0, 1)])
+def test_logprobs_of_an_echo_and_of_the_prompt_are_as_many_as_each_asks_for(
+    http: httpx2.Client, logprobs: int, of_prompt: int
+) -> None:
+    body = {"prompt": "abc", "max_tokens": 1, "echo": True, "logprobs": logprobs, "prompt_logprobs": of_prompt}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert [len(each) for each in choice["prompt_logprobs"][1:]] == [of_prompt] * 2
+    top = choice["logprobs"]["top_logprobs"]
+    assert (top is None) == (logprobs == 0)
+    assert top is None or [len(each) for each in top[1:]] == [logprobs] * 3
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -107,7 +107,8 @@ class _Answer:
     def _note(self, delta: Delta) -> None:
         self._usage.add(delta)
         if delta.prompt_logprobs is not None:
-            self._prompt_logprobs = prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
+            n_top = self._body.prompt_logprobs or 0
+            self._prompt_logprobs = prompt_logprobs(self._tokenizer, delta.prompt_logprobs, n_top)
 
 
 class _Choice:

@@ -64,10 +64,16 @@ async def _requests(service: Service, body: CompletionBody) -> list[Request]:
             service.model,
             max_tokens=wanted,
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=_scored(body),
         )
         requests.append(service.request(request_id if place == 0 else f"{request_id}-{place}", ids, params, body))
     return requests
+
+
+def _scored(body: CompletionBody) -> int | None:
+    """Most likely tokens beside each of the prompt's: as many as either field that shows them asks for."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((count for count in wanted if count is not None), default=None)
 
 
 class _Answer:
@@ -83,7 +89,7 @@ class _Answer:
         self._choices = [
             _Choice(index, service.model.tokenizer, body, requests[index // n]) for index in range(n * len(requests))
         ]
-        self._usage = Usage()
+        self._usage = Usage(counts_generated=body.max_tokens != 0)
 
     async def whole(self, running: Running) -> dict[str, Any]:
         parts: list[list[dict[str, Any]]] = [[] for _ in self._choices]
@@ -119,7 +125,7 @@ class _Choice:
         self._index, self._tokenizer, self._prompt = index, tokenizer, list(request.prompt)
         self._echo, self._begun = bool(body.echo), False
         self._only_echo = body.max_tokens == 0
-        self._shows_prompt = body.prompt_logprobs is not None
+        self._n_top_of_prompt = body.prompt_logprobs
         self._logprobs = None if body.logprobs is None else CompletionLogprobs(tokenizer, body.logprobs)
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
 
@@ -133,8 +139,8 @@ class _Choice:
             if self._echo:
                 text, ids = self._tokenizer.decode(self._prompt, skip_special=False) + text, self._prompt + ids
                 entries = [*(self.prompt_logprobs or []), *entries]
-            if self._shows_prompt and self.prompt_logprobs is not None:
-                more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self.prompt_logprobs)
+            if self._n_top_of_prompt is not None and self.prompt_logprobs is not None:
+                more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self.prompt_logprobs, self._n_top_of_prompt)
         shown = self._logprobs.shown(entries, ids) if self._logprobs and ids else None
         if text or shown or more:
             yield self._part(text, shown, None, None) | more

@@ -55,9 +55,12 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], n_top: 
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt, logprob, rank and text by token id."""
-    return [None if entry is None else _ranked(tokenizer, entry) for entry in entries]
+def prompt_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], n_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt, logprob, rank and text by token id. n_top: of most likely
+    tokens that are shown besides the prompt's own."""
+    return [None if entry is None else _ranked(tokenizer, entry, n_top) for entry in entries]
 
 
 def exact_text(tokenizer: Tokenizer, token: int) -> str:
@@ -78,10 +81,10 @@ def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
-def _ranked(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
+def _ranked(tokenizer: Tokenizer, entry: TokenLogprob, n_top: int) -> dict[str, Any]:
     ranked = {
         token: {"logprob": finite(logprob), "rank": place + 1, "decoded_token": exact_text(tokenizer, token)}
-        for place, (token, logprob) in enumerate(entry.top)
+        for place, (token, logprob) in enumerate(entry.top[:n_top])
     }
     chosen = {"logprob": finite(entry.logprob), "rank": None, "decoded_token": exact_text(tokenizer, entry.token)}
     return {str(token): shown for token, shown in ({entry.token: chosen} | ranked).items()}
