@@ -33,6 +33,7 @@ MAGIC = {  # first characters of a prompt: what happens
     "!raise": "the engine has a defect",
     "!slow": "20 ms for each step",
     "!inf": "logprobs are infinite and NaN",
+    "!submit": "the engine has a defect that shows when the request is submitted",
     "!refuse": "the engine says that the request is wrong",
     "!full": "the engine says that its queue is full",
     "!stop": "ends by itself after three tokens",
@@ -121,6 +122,8 @@ class FakeEngine:
         magic = next((word for word in MAGIC if word in start), "")
         if magic == "!refuse":
             raise UserError("structure: the schema is too hard")
+        if magic == "!submit":
+            raise RuntimeError("a defect in submit")
         if magic == "!full" or len(self._live) >= self._max:
             raise Overloaded(f"{len(self._live)} requests are waiting, which is the limit", 2.5)
         params = request.params

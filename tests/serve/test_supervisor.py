@@ -75,6 +75,15 @@ def test_a_defect_of_the_engine_ends_its_process_and_no_more(server: Serving, ht
     assert float(counted[0].split()[-1]) > 0, "counters go on over a restart"
 
 
+def test_a_defect_that_a_request_meets_as_it_is_submitted_ends_it_alone(server: Serving, http: httpx2.Client) -> None:
+    before = server.service.engine.health()
+    answer = http.post("/v1/completions", json={"prompt": ["!submit", "ab"]})
+    assert answer.status_code == 500
+    assert "RuntimeError: a defect in submit" in answer.json()["error"]["message"]
+    assert http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2}).status_code == 200
+    assert server.service.engine.health().pid == before.pid
+
+
 def test_requests_in_between_are_told_to_come_back() -> None:
     with (
         serving(fake_engine.build_fake, process=True, first_pause=30.0) as server,

@@ -77,7 +77,7 @@ def _loop(engine: StepEngine, connection: Connection) -> None:
             connection.send(News(refused=news.refused, stats=engine.stats()))
             news.refused = []
         if engine.has_work:
-            news.deltas = engine.step()
+            news.deltas += engine.step()
         news.stats = engine.stats()
         connection.send(news)
 
@@ -94,6 +94,11 @@ def _take(engine: StepEngine, message: Submit | Abort, news: News) -> None:
         news.refused.append(Refused(request.id, str(error), error.retry_after))
     except UserError as error:
         news.refused.append(Refused(request.id, str(error), None))
+    except Exception as error:  # a defect of ours that this request met; the engine has not begun with it
+        traceback.print_exc()
+        news.accepted.append(request.id)
+        what = f"the request could not be begun: {type(error).__name__}: {error}"
+        news.deltas.append(Delta(request.id, 0, finish_reason="error", error=what, last=True))
 
 
 def _last_word(connection: Connection, failed: Failed) -> None:
