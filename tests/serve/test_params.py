@@ -39,6 +39,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 0.0)}),
     ("bad_words", {"bad_words": ("",)}),
     ("bad_words", {"bad_words": "word"}),
+    ("bad_words", {"bad_words": ("x" * 1000,) * 9}),
     ("allowed_token_ids", {"allowed_token_ids": ()}),
     ("min_tokens", {"min_tokens": -1}),
     ("min_tokens", {"min_tokens": 20, "max_tokens": 19}),

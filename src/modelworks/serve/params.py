@@ -21,6 +21,7 @@ MOST_SEQUENCES = 128  # n, best_of, beams
 MOST_LOGPROBS = 100
 MOST_ENTRIES = 1024  # of stop, stop_token_ids, bad_words, logit_bias
 LONGEST_STRING = 1024  # characters of a stop string or a bad word
+LONGEST_BAD_WORDS = 8192  # characters of all together: they are spelled in tokens between two steps (0.1 s)
 LONGEST_STRUCTURE = 65536  # characters
 
 
@@ -180,6 +181,8 @@ class SamplingParams:
             right = all(isinstance(text, str) and 0 < len(text) <= LONGEST_STRING for text in strings)
             _check(name, strings, right, f"strings of 1 to {LONGEST_STRING} characters")
             object.__setattr__(self, name, strings)
+        size = sum(map(len, self.bad_words))
+        _check("bad_words", f"{size} characters", size <= LONGEST_BAD_WORDS, f"at most {LONGEST_BAD_WORDS} together")
         for name in ("stop_token_ids", "allowed_token_ids"):
             if (given := getattr(self, name)) is not None:
                 ids = _entries(name, given, most=None if name == "allowed_token_ids" else MOST_ENTRIES)
