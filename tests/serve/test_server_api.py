@@ -186,6 +186,7 @@ def test_tokenize_and_back(http: httpx2.Client) -> None:
     assert talk["tokens"] == fake_engine.byte_tokenizer().encode("<user>hi</user>")
     long = http.post("/tokenize", json={"prompt": "ab" * 2000}).json()
     assert long["count"] == 4000
+    assert http.post("/detokenize", json={"tokens": long["tokens"]}).json() == {"prompt": "ab" * 2000}
 
 
 REFUSED = [  # body, the field that is named, a word of the message

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sized
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 
@@ -16,18 +17,20 @@ from modelworks.serve.api.schemas import DetokenizeBody, TokenizeBody
 from modelworks.serve.api.service import Service
 from modelworks.serve.served_model import ServedModel
 
-_SHORT = 2000  # characters: encoded at once, in less time than handing it to a thread and back would save
+_SHORT = 2000  # characters or tokens: done at once, in less time than handing them to a thread and back would save
 _ONE_LONG = asyncio.Semaphore(1)  # long texts one after the other: each may take much memory while it is encoded
+_Given = TypeVar("_Given", bound=Sized)
+_Result = TypeVar("_Result")
 
 
 async def encode(model: ServedModel, text: str, *, special: bool = True) -> list[int]:
     """The ids of a prompt. special: after the token that the model expects before a text."""
-    return await _encode(text, model.tokenizer.encode_prompt if special else model.tokenizer.encode)
+    return await _aside(text, model.tokenizer.encode_prompt if special else model.tokenizer.encode)
 
 
 async def encode_rendered(model: ServedModel, text: str) -> list[int]:
     """The ids of what a chat template wrote: its special tokens are in it already."""
-    return await _encode(text, model.tokenizer.encode)
+    return await _aside(text, model.tokenizer.encode)
 
 
 def token_routes(service: Service) -> APIRouter:
@@ -59,13 +62,14 @@ def token_routes(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         check_model(body.model, model)
         check_ids(body.tokens, model, param="tokens")
-        return {"prompt": model.tokenizer.decode(body.tokens, skip_special=False)}
+        return {"prompt": await _aside(body.tokens, partial(model.tokenizer.decode, skip_special=False))}
 
     return router
 
 
-async def _encode(text: str, how: Callable[[str], list[int]]) -> list[int]:
-    if len(text) <= _SHORT:
-        return how(text)
+async def _aside(given: _Given, how: Callable[[_Given], _Result]) -> _Result:
+    """how(given); where that takes long, in a thread, so that others are answered meanwhile."""
+    if len(given) <= _SHORT:
+        return how(given)
     async with _ONE_LONG:
-        return await asyncio.to_thread(how, text)
+        return await asyncio.to_thread(how, given)
