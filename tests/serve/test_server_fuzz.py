@@ -30,6 +30,11 @@ def likely(case: schemathesis.Case) -> dict[str, Any] | None:
     return {"max_tokens": 4, name: case.body[name], **asked}
 
 
+def is_well(status: int, body: object) -> bool:
+    """A request that names a short `timeout` may reach it."""
+    return status < 500 or (status == 504 and isinstance(body, dict) and "timeout" in body)
+
+
 @pytest.mark.slow
 def test_no_request_breaks_anything(server: Serving) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
@@ -43,13 +48,14 @@ def test_no_request_breaks_anything(server: Serving) -> None:
         @given(case=operation.as_strategy())
         def ask(case: schemathesis.Case) -> None:
             answer = case.call()
-            assert answer.status_code < 500, answer.text
+            assert is_well(answer.status_code, case.body), answer.text
             if answer.status_code >= 400:
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
             if (body := likely(case)) is not None:
-                reached.append(httpx2.post(server.url + case.path, json=body).status_code)
+                again = httpx2.post(server.url + case.path, json=body)
+                assert is_well(again.status_code, body), again.text
+                reached.append(again.status_code)
 
         ask()
     assert 200 in reached
-    assert max(reached) < 500
     assert httpx2.get(f"{server.url}/health").status_code == 200

@@ -112,6 +112,7 @@ def test_an_engine_on_ranks_of_its_own_and_the_end_of_one(small_model: str) -> N
         expected = [output.completions[0].token_ids for output in alone.generate(prompts, params)]
     engine = Engine(model_on_ranks(small_model, 2, dtype=torch.float32), options)
     try:
+        assert "GLOO_SOCKET_IFNAME" not in os.environ, "what this process starts finds its own network"
         assert "ranks: 2, 4 key/value heads of 3 on all ranks" in engine.sizing.lines
         assert [output.completions[0].token_ids for output in engine.generate(prompts, params)] == expected
         (rank,) = [each for each in psutil.Process().children() if "rank_process" in " ".join(each.cmdline())]

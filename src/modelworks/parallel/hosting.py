@@ -1,7 +1,7 @@
 """Starting the other ranks from a process that is rank 0 itself: for work that comes from outside, such as requests.
 
-    host = Host("package.module:function", 3, {"path": "…"}, directory=…)      ranks 1 and 2 call the function
-    with host: …                                                            and this process is `host.world`
+    host = Host("package.module:function", 3, {"path": "…"})     ranks 1 and 2 call the function
+    mesh = host.meet(Layout(tp=3), torch.device("cpu"), 60.0)    and this process is rank 0
 
 Unlike `launch`, which waits for a run to end, nobody is waited for here: ranks serve until they are told to leave (how
 is between them and rank 0), or until this process ends, however it ends. Whoever misses one asks `lost()`.
@@ -9,18 +9,24 @@ is between them and rank 0), or until this process ends, however it ends. Whoeve
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from modelworks.config import UserError
+from modelworks.layout import Layout
 from modelworks.parallel.failures import kernel_kills
 from modelworks.parallel.labels import LABELS_FILE, create_slots
 from modelworks.parallel.launching import Rank, check_devices, open_store, rank_environment, rank_place, start_rank
-from modelworks.parallel.world import World
+from modelworks.parallel.mesh import Mesh, build_mesh
+from modelworks.parallel.world import World, initialize_process_group, leave_process_group
 
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _FAREWELL = 10.0  # seconds for a rank that was told to leave
 _LAST_WORD = 2.0  # seconds in which a rank that broke a connection says why
 
@@ -51,12 +57,22 @@ class Host:
         for rank in self._ranks:
             rank.child.tell(target, arguments, rank_place(rank.number, world_size, self._store.port, directory))
         self.world = World(0, world_size, 0, "127.0.0.1", self._store.port, 0, hosts=False, files=directory)
+        self._has_met = False
 
-    def __enter__(self) -> Host:
-        return self
+    def meet(self, layout: Layout, device: torch.device, timeout: float) -> Mesh:
+        """torch.distributed with the other ranks, all of them in one group. timeout: seconds of one operation.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        Which network interface Gloo takes is said in the environment. This process is no rank for good, as those are
+        that it starts: what else it starts later shall find its own.
+        """
+        before = os.environ.get(_INTERFACE)
+        try:
+            initialize_process_group(self.world, device, timeout)
+            self._has_met = True
+            return build_mesh(layout, device)
+        finally:
+            if before is None:
+                os.environ.pop(_INTERFACE, None)
 
     def lost(self) -> str | None:
         """Which rank has ended and how; None while all live. Raises a rank's `UserError`."""
@@ -76,6 +92,9 @@ class Host:
 
     def close(self) -> None:
         """Ranks that were told to leave get a moment, then they are killed. Closing twice is closing once."""
+        if self._has_met:
+            leave_process_group()
+            self._has_met = False
         limit = time.monotonic() + _FAREWELL
         for rank in self._ranks:
             rank.child.end(max(0.0, limit - time.monotonic()))

@@ -63,8 +63,7 @@ class ModelOnRanks:
             device=self.device,
         )
         try:
-            initialize_process_group(host.world, torch.device(self.device), _WITHOUT_END)
-            mesh = build_mesh(Layout(tp=self.ranks), _own_device(self.device, 0))
+            mesh = host.meet(Layout(tp=self.ranks), _own_device(self.device, 0), _WITHOUT_END)
             own = share_executor(open_model(self.path), mesh, self.dtype, options)
         except BaseException:
             lost = host.lost()
@@ -72,12 +71,7 @@ class ModelOnRanks:
             if lost is not None:
                 raise RuntimeError(f"the ranks did not meet: {lost}") from None
             raise
-
-        def close() -> None:
-            leave_process_group()
-            host.close()
-
-        return ParallelExecutor(self.config, own, mesh.group("tp"), why_lost=host.lost, at_close=close)
+        return ParallelExecutor(self.config, own, mesh.group("tp"), why_lost=host.lost, at_close=host.close)
 
 
 def model_on_ranks(path: str, ranks: int, *, dtype: torch.dtype, device: str = "cpu") -> ModelOnRanks:
