@@ -8,11 +8,12 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
+from modelworks.serve.api.answering import respond
 from modelworks.serve.api.conversation import render
 from modelworks.serve.api.errors import bad_field
-from modelworks.serve.api.events import EventStream, event, until_disconnect
+from modelworks.serve.api.events import event
 from modelworks.serve.api.logprobs import chat_logprobs, prompt_logprobs
 from modelworks.serve.api.parameters import check_length, check_model, check_stream, sampling_params
 from modelworks.serve.api.schemas import ChatBody, NamedTool
@@ -35,15 +36,7 @@ def chat_routes(service: Service) -> APIRouter:
         request = await _request(service, body)
         answer = _Answer(service, body, request)
         running = await service.begin([request], body)
-        headers = {"X-Request-Id": request.id}
-        if body.stream:
-            longest = service.options.longest_deadline + service.options.grace
-            return EventStream(answer.chunks(running), on_close=running.close, headers=headers, longest=longest)
-        try:
-            value = await until_disconnect(http.receive, answer.whole(running))
-        finally:
-            running.close()
-        return JSONResponse(value, headers=headers)
+        return await respond(service, http, answer, running, request_id=request.id, stream=bool(body.stream))
 
     return router
 
