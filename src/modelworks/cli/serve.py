@@ -72,7 +72,7 @@ def command(
     prompt_stall: Annotated[
         float,
         typer.Option("--prompt-stall", help="How many times longer a step may take for a long prompt; 0 is no bound."),
-    ] = 1.8,
+    ] = 1.6,
     evict: Annotated[
         str | None,
         typer.Option("--evict", help="What long contexts forget: window:4,1024, h2o:1024,512 or snapkv:1024,32."),

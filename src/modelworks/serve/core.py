@@ -174,8 +174,9 @@ class EngineCore:
         if self._broken is not None:
             raise self._broken
         self._started = started = self._clock()
-        self._scheduler.long_budget = self._pace.long_budget(self._scheduler.n_prompts)
-        step = self._scheduler.schedule(started)
+        scheduler = self._scheduler
+        scheduler.long_budget = self._pace.long_budget(scheduler.n_long_prompts, scheduler.n_decoding)
+        step = scheduler.schedule(started)
         for sequence in step.expired:
             if (branch := self._progress.branches.get(sequence)) is not None:
                 self._progress.end(branch.group, "deadline")

@@ -21,7 +21,7 @@ class EngineOptions:
     """max_model_len: tokens of prompt and completion together, at most; None is the model's own length, or, where the
     cache cannot hold that, what it can. kv_cache_bytes: size of the KV cache; None is what `memory_share` of the free
     memory leaves beside what a step takes. memory_share: None is 0.9 on a GPU and 0.5 on a CPU. block_size: tokens of a
-    block. token_budget: tokens of one step. stall: how many times longer a step may take for the sake of long prompts,
+    block. token_budget: tokens of one step. stall: how many times longer a step may take for the sake of a long prompt,
     while others decode (`serve.pace`); None is no bound but token_budget. max_running: sequences that run at once.
     kv_dtype: of the cache's keys and values; "auto" is the model's. prefix_cache: whether requests share computed
     prefixes. max_waiting, max_waiting_tokens: of the queue; what is over them is refused. ageing_s: seconds of waiting
@@ -36,7 +36,7 @@ class EngineOptions:
     memory_share: float | None = None
     block_size: int = 16
     token_budget: int = 512
-    stall: float | None = 1.8
+    stall: float | None = 1.6
     max_running: int = 64
     kv_dtype: KvDtype = "auto"
     prefix_cache: bool = True

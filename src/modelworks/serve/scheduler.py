@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
+from itertools import islice
 
 from modelworks.serve.blocks import BlockPool
 from modelworks.serve.sequence import Sequence, Status
@@ -116,10 +117,16 @@ class Scheduler:
         return step
 
     @property
-    def n_prompts(self) -> int:
-        """Sequences that lack more than one token: those that run, and as many of the queue as may join them."""
-        running = sum(sequence.n_pending > 1 for sequence in self.running)
-        return running + min(len(self.waiting), max(0, self.max_running - len(self.running)))
+    def n_decoding(self) -> int:
+        """Sequences that lack one token."""
+        return sum(sequence.n_pending == 1 for sequence in self.running)
+
+    @property
+    def n_long_prompts(self) -> int:
+        """Long prompts that are not computed: of those that run, and of as many of the queue as may join them."""
+        running = sum(sequence.n_pending > 1 and _is_long(sequence) for sequence in self.running)
+        room = max(0, self.max_running - len(self.running))
+        return running + sum(_is_long(sequence) for sequence in islice(self.waiting, room))
 
     def computed(self, step: Step) -> None:
         """The step has run: what it computed is in the cache. Full blocks can be found by others from now on."""
@@ -282,8 +289,12 @@ class _Budget:
 
     def take(self, sequence: Sequence) -> int:
         """The size of the sequence's chunk."""
-        is_long = sequence.n_tokens - sequence.n_from_cache > SHORT_PROMPT
+        is_long = _is_long(sequence)
         count = max(min(sequence.n_pending, self.left, self.long if is_long else self.left), 0)
         self.left -= count
         self.long -= count if is_long else 0
         return count
+
+
+def _is_long(sequence: Sequence) -> bool:
+    return sequence.n_tokens - sequence.n_from_cache > SHORT_PROMPT

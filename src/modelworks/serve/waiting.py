@@ -32,6 +32,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting.values())
+
     def __contains__(self, sequence: Sequence) -> bool:
         return self._waiting.get(sequence.id) is sequence
 
