@@ -105,6 +105,8 @@ class _Completion:
 
 
 class FakeEngine:
+    preparing: tuple[str, ...] = ()
+
     def __init__(self, max_waiting: int = 64) -> None:
         self._tokenizer = byte_tokenizer()
         self._max = max_waiting

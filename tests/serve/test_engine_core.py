@@ -3,6 +3,7 @@ back, whatever is asked, in whatever order."""
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter
 from dataclasses import replace
@@ -10,10 +11,13 @@ from typing import Any, cast
 
 import pytest
 from token_cache import VOCAB_SIZE, TokenCache, greedy, logits_after
+from torch import Tensor
 
 from modelworks.config import UserError
 from modelworks.serve import Collected, Delta, EngineOptions, Overloaded, Request, SamplingParams
+from modelworks.serve.batch import RaggedBatch
 from modelworks.serve.core import EngineCore
+from modelworks.serve.scheduler import MOST_SCORED
 
 EOS = 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -180,6 +184,37 @@ def test_a_search_as_wide_as_the_tree_finds_the_best_of_all(penalty: float) -> N
     assert [completion.token_ids for completion in output.output.completions] == [
         tokens for _, tokens in sorted(every, key=lambda each: -each[0])
     ]
+
+
+def test_a_prompt_that_is_scored_wants_few_logits_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = core(n_blocks=300, max_model_len=400, token_budget=256, stall=None)
+    run, wanted = engine.executor.run, []
+
+    def counted(batch: RaggedBatch) -> Tensor:
+        wanted.append(len(batch.wanted))
+        return run(batch)
+
+    monkeypatch.setattr(engine.executor, "run", counted)
+    long = [5 + n % 17 for n in range(300)]
+    requests = [
+        Request("scored", long, replace(GREEDY, max_tokens=1, prompt_logprobs=3)),
+        Request("scored too", long[1:], replace(GREEDY, max_tokens=1, prompt_logprobs=0)),
+        Request("other", [6] * 180, replace(GREEDY, max_tokens=1)),
+    ]
+    outputs = finish(engine, *requests)
+    assert max(wanted) <= MOST_SCORED + 3
+    assert len(wanted) <= 2 * 300 // MOST_SCORED + 3
+    scores = outputs["scored"].output.prompt_logprobs
+    assert scores is not None
+    assert len(scores) == 300
+    for place in (1, 63, 64, 65, 299, -1):
+        expected = logits_after(long[: place % 300]).log_softmax(-1)
+        assert (entry := scores[place]) is not None
+        assert entry.logprob == pytest.approx(float(expected[long[place]]), abs=1e-5)
+        assert [token for token, _ in entry.top] == expected.topk(3).indices.tolist()
+    assert pickle.loads(pickle.dumps(scores))[1:3] == scores[1:3]
+    assert next(iter(scores)) is None
+    assert outputs["other"].output.completions[0].token_ids == greedy([6] * 180, 1)
 
 
 def test_log_probabilities_of_tokens_and_prompt() -> None:

@@ -18,6 +18,7 @@ from modelworks.models.random import uniform
 from modelworks.models.sampling import choose
 from modelworks.serve.draws import Settings, draw_tokens, forbid
 from modelworks.serve.params import SamplingParams
+from modelworks.serve.reports import report
 from modelworks.serve.sampler import Sampler, SamplingState
 
 VOCAB = 300
@@ -129,7 +130,7 @@ def columns(rows: int, generator: np.random.Generator) -> Settings:
         generator.choice([0, 1, 5, 50, 5000], rows),
         generator.choice([0.01, 0.5, 0.9, 0.99, 1.0], rows),
         generator.choice([0.0, 0.05, 1.0], rows),
-        np.ones(rows),
+        generator.choice([0.2, 0.7, 0.99, 1.0], rows),
     )
 
 
@@ -236,9 +237,27 @@ def test_log_probabilities_of_a_prompt() -> None:
     logits = random_logits(4)
     found = SAMPLER.prompt_logprobs(logits, [1, 2, 3, 4], 2)
     expected = logits.double().log_softmax(-1)
-    assert [each.logprob for each in found] == pytest.approx(expected[range(4), [1, 2, 3, 4]].tolist(), abs=1e-5)
-    assert [[token for token, _ in each.top] for each in found] == expected.topk(2).indices.tolist()
-    assert [each.top for each in SAMPLER.prompt_logprobs(logits, [1, 2, 3, 4], 0)] == [[]] * 4
+    assert found.logprobs.tolist() == pytest.approx(expected[range(4), [1, 2, 3, 4]].tolist(), abs=1e-5)
+    assert found.top_ids.tolist() == expected.topk(2).indices.tolist()
+    assert SAMPLER.prompt_logprobs(logits, [1, 2, 3, 4], 0).top_ids.shape == (4, 0)
+
+
+@pytest.mark.parametrize("width", [3, 64, 65, 5000])
+def test_compiled_reports_equal_torch(width: int) -> None:
+    logits = random_logits(8, width, width)
+    logits[1] = logits[1].round()  # ties: the lowest ids come first
+    logits[2, 1:] = -torch.inf
+    logits[3] = 0.0
+    logits[4, 0], logits[5, 1] = torch.nan, torch.inf
+    rows, chosen = np.array([7, 1, 2, 3, 0, 4, 5]), np.array([0, 2, 1, 2, 1, 1, 1])
+    for count in (0, 1, 5, width):
+        ours, torchs = (report(logits, rows, chosen, count, native=native) for native in (True, False))
+        for mine, other in zip(ours, torchs, strict=True):
+            assert mine.shape == other.shape
+        np.testing.assert_allclose(ours.logprobs, torchs.logprobs, atol=2e-5)
+        np.testing.assert_allclose(ours.top_logprobs, torchs.top_logprobs, atol=2e-5)
+        sound = slice(0, 5)
+        assert (ours.top_ids[sound] == torchs.top_ids[sound]).all()
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"typical_p": 0.5}], ids=str)

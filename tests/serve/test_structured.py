@@ -20,7 +20,7 @@ from modelworks.config import ModelConfig, TokenizerTraining, UserError
 from modelworks.data import Tokenizer
 from modelworks.data.tokenizers.training import train_tokenizer
 from modelworks.models import Transformer, initialize
-from modelworks.serve import Engine, EngineOptions, Request
+from modelworks.serve import Engine, EngineOptions
 from modelworks.serve.params import SamplingParams, Structure
 from modelworks.serve.sampler import Sampler
 from modelworks.serve.structured import Compiler, Constraint
@@ -278,5 +278,5 @@ def test_the_engine_says_how_structured_outputs_end() -> None:
         (beams,) = engine.generate(["fox"], SamplingParams(structure=Structure.regex("a{3}b?"), beams=3, max_tokens=9))
         assert beams.completions[0].text in ("aaa", "aaab")
         with pytest.raises(UserError, match="Invalid type"):
-            engine.submit(Request("wrong", [1], SamplingParams(structure=Structure.json_schema({"type": "strin"}))))
+            engine.generate([[1]], SamplingParams(structure=Structure.json_schema({"type": "strin"})))
         assert engine.problems() == []

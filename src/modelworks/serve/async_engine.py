@@ -46,7 +46,8 @@ class AsyncEngine:
         """The request's deltas as they come; the last has `last` set. Leaving the loop early, or the task's being
         cancelled, aborts the request before the next step.
 
-        Raises UserError or Overloaded where the engine does not take it (`EngineCore.submit`), or where it is draining.
+        Raises UserError or Overloaded where the engine does not take it (`EngineCore.submit`), be it only after its
+        structure was compiled, or where it is draining.
         """
         if self._draining:
             raise UserError("the engine is about to stop and takes no more requests")
@@ -69,6 +70,8 @@ class AsyncEngine:
                 if isinstance(delta, Exception):
                     raise delta
                 finished = delta.last
+                if delta.refused:
+                    raise UserError(delta.error or "the request was refused")
                 yield delta
         finally:
             if not finished:

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from modelworks.serve.request import FinishReason, TokenLogprob
+
+if TYPE_CHECKING:
+    from modelworks.serve.text import CompletionText
 
 Candidate = tuple[int, float]  # a token and its log-probability
 Ending = tuple[FinishReason, int | str | None]  # and what was met
@@ -21,24 +25,28 @@ Ending = tuple[FinishReason, int | str | None]  # and what was met
 
 @dataclass
 class Beam:
-    """Tokens so far, without the prompt, and their summed log-probability. logprobs: of each, if they are wanted."""
+    """Tokens so far, without the prompt, and their summed log-probability. logprobs: of each, if they are wanted. text:
+    theirs, where that may end a beam."""
 
     tokens: list[int] = field(default_factory=list)
     logprob: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     ending: Ending | None = None
     score: float = 0.0  # once it has ended
+    text: CompletionText | None = None
 
 
 class BeamSearch:
-    """ends: whether these tokens are a whole completion, and why; not asked about length. longest: tokens at most."""
+    """ends: whether a beam ends with this token, given the text before it, which it continues; not asked about length.
+    longest: tokens at most. text: before the first token; None where no text is looked at."""
 
     def __init__(
         self,
         width: int,
         *,
         longest: int,
-        ends: Callable[[list[int]], Ending | None],
+        ends: Callable[[int, CompletionText | None], Ending | None],
+        text: CompletionText | None = None,
         length_penalty: float = 1.0,
         early_stopping: bool = False,
         n_top: int | None = None,
@@ -46,7 +54,7 @@ class BeamSearch:
         self.width, self.longest = width, longest
         self._ends, self._length_penalty, self._early_stopping = ends, length_penalty, early_stopping
         self._n_top = n_top  # alternatives told with each token; None: no logprobs
-        self.running = [Beam()]
+        self.running = [Beam(text=text)]
         self._finished: list[Beam] = []  # the best first
 
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[tuple[int, int]]:
@@ -66,13 +74,16 @@ class BeamSearch:
         for rank, (_, place, token, logprob) in enumerate(every):
             if len(going) == self.width and rank >= self.width:
                 break
-            tokens = [*self.running[place].tokens, token]
-            ending = self._ends(tokens) or (("length", None) if len(tokens) >= self.longest else None)
+            parent = self.running[place]
+            text = None if parent.text is None else parent.text.copy()
+            ending = self._ends(token, text)
+            if ending is None and len(parent.tokens) + 1 >= self.longest:
+                ending = "length", None
             if ending is None and len(going) < self.width:
                 going.append((place, token))
-                beams.append(self._grown(place, token, logprob, candidates[place]))
+                beams.append(self._grown(parent, token, logprob, candidates[place], text))
             elif ending is not None and rank < self.width:
-                self._finish(self._grown(place, token, logprob, candidates[place]), ending)
+                self._finish(self._grown(parent, token, logprob, candidates[place], text), ending)
         self.running = beams
         if self._is_over():
             self.running, going = [], []
@@ -84,9 +95,10 @@ class BeamSearch:
             beam.ending, beam.score = beam.ending or (otherwise, None), self._score(beam)
         return (self._finished + sorted(self.running, key=lambda beam: -beam.score))[:count]
 
-    def _grown(self, place: int, token: int, logprob: float, candidates: Sequence[Candidate]) -> Beam:
-        parent = self.running[place]
-        beam = Beam([*parent.tokens, token], parent.logprob + logprob)
+    def _grown(
+        self, parent: Beam, token: int, logprob: float, candidates: Sequence[Candidate], text: CompletionText | None
+    ) -> Beam:
+        beam = Beam([*parent.tokens, token], parent.logprob + logprob, text=text)
         if self._n_top is not None:
             beam.logprobs = [*parent.logprobs, TokenLogprob(token, logprob, candidates[: self._n_top])]
         return beam

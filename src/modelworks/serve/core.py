@@ -1,13 +1,15 @@
 """The engine's loop, one step at a time: schedule, compute, choose tokens, tell.
 
-    submit -> waiting -> [ scheduler.schedule -> executor.run -> sampler.sample -> group.take ] -> deltas
+    submit -> (preparing ->) waiting -> [ scheduler.schedule -> executor.run -> sampler.sample -> group.take ] -> deltas
 
 A request that goes wrong ends alone, with an error: numbers that are not finite in its own row, a grammar that cannot
 go on. Where a step as a whole cannot be computed, whose fault it is cannot be told, and all requests end with that
 error; what the cache knew before stays right, since blocks are only found by others once they are full and computed,
 so that the engine goes on with what is submitted then.
 
-Everything here happens in one thread, between two steps: there is no state in which an abort is not allowed.
+Everything here happens in one thread, between two steps: there is no state in which an abort is not allowed. Only
+structures are compiled elsewhere (`serve.preparation`), so that no schema delays others' tokens: who asked for one
+keeps its place in the queue, and is passed over until it is there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,10 +45,13 @@ from modelworks.serve.scheduler import Scheduler, Step
 from modelworks.serve.sequence import Sequence
 from modelworks.serve.stats import EngineStats
 from modelworks.serve.text import Decoder
-from modelworks.serve.waiting import WaitingQueue
+from modelworks.serve.waiting import Overloaded, WaitingQueue
 
 if TYPE_CHECKING:
     from modelworks.data import Tokenizer
+    from modelworks.serve.structured import Constraint
+
+_PATIENCE = 0.005  # seconds of a step that has nothing to do but to wait for a structure
 
 
 class EngineCore:
@@ -82,6 +89,7 @@ class EngineCore:
         self._sampler = Sampler(self.vocab_size, tokenizer, self.eos_ids)
         self._seeds = random.Random(options.seed)
         self._progress = Progress(self._scheduler)
+        self._preparing: dict[str, tuple[Group, Future[Constraint]]] = {}  # by the request's id
         self._pace = Pace(options.stall, options.token_budget)
         self._n_prompt = self._n_queries = self._n_hits = self._n_generated = 0
         self._n_steps = self._n_failed_steps = self._step_tokens = 0
@@ -96,10 +104,16 @@ class EngineCore:
         """Whether a step would compute or tell anything."""
         return bool(self._progress) or self._broken is not None
 
+    @property
+    def preparing(self) -> Collection[str]:
+        """Requests whose structure is being compiled. They wait, and may still turn out wrong (`Delta.refused`)."""
+        return {name for name, (group, _) in self._preparing.items() if not group.is_over}
+
     def submit(self, request: Request) -> None:
         """Into the queue. What does not fit the context is not refused: it ends with "length" when the context is full.
 
-        Raises UserError for a request that can never run, saying why, and Overloaded where the queue is full.
+        Raises UserError for a request that can never run, saying why, and Overloaded where the queue is full. Whether a
+        structure that is not known yet can be followed is found out later: see `preparing`.
         """
         self.check(request)
         if request.id in self._progress.groups:
@@ -109,27 +123,33 @@ class EngineCore:
         # Scores of a prompt are of every token of it, and what was found in the cache has none.
         reuses = self.options.prefix_cache and request.reuses_prefix and params.prompt_logprobs is None
         ends: frozenset[int] = frozenset() if params.ignore_eos else self.eos_ids
-        group = Group(request, ends=ends, decoder=self._decoder, longest=longest)
+        group = Group(request, ends=ends, decoder=self._decoder, longest=longest, vocab_size=self.vocab_size)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         ranked = params.best_of is not None and params.best_of > params.n and params.logprobs is None
-        state = self._sampler.start(replace(params, logprobs=0) if ranked else params, request.prompt, seed, 0)
-        self._progress.begin(
-            group,
-            state,
-            lambda name: Sequence(
-                name,
-                list(request.prompt),
-                group.n_prompt,
-                group.n_prompt + longest,
-                PrefixKeys(tag({**self._identity, "salt": request.salt}), self._pool.block_size),
-                priority=request.priority,
-                arrived=now,
-                deadline=math.inf if within is None else now + within,
-                width=params.n_sequences,
-                reuses_prefix=reuses,
-            ),
-            retry_after=self._time_to_compute(self._waiting.n_tokens),
+        sampled = replace(params, logprobs=0) if ranked else params
+        state, structure = self._sampler.begin(sampled, request.prompt, seed)
+        sequence = partial(
+            Sequence,
+            tokens=list(request.prompt),
+            n_prompt=group.n_prompt,
+            max_tokens=group.n_prompt + longest,
+            keys=PrefixKeys(tag({**self._identity, "salt": request.salt}), self._pool.block_size),
+            priority=request.priority,
+            arrived=now,
+            deadline=math.inf if within is None else now + within,
+            width=params.n_sequences,
+            reuses_prefix=reuses,
+            is_scored=group.is_scoring,
         )
+        try:
+            self._progress.begin(group, state, sequence, retry_after=self._time_to_compute(self._waiting.n_tokens))
+        except Overloaded:
+            if structure is not None:
+                structure.cancel()
+            raise
+        if structure is not None:
+            self._preparing[request.id] = group, structure
+            self._progress.hold(group)
 
     def check(self, request: Request) -> None:
         """Raise UserError for a request that this engine can never run, saying why."""
@@ -162,6 +182,7 @@ class EngineCore:
             self.abort(request_id)
         if not self._closed:
             self._closed = True
+            self._sampler.close()
             self.executor.close()
 
     # ------------------------------------------------------------------ one step
@@ -173,6 +194,7 @@ class EngineCore:
         """
         if self._broken is not None:
             raise self._broken
+        self._settle()
         self._started = started = self._clock()
         scheduler = self._scheduler
         scheduler.long_budget = self._pace.long_budget(scheduler.n_long_prompts, scheduler.n_decoding)
@@ -188,7 +210,10 @@ class EngineCore:
             self._n_steps += 1
             self._step_tokens, self._step_seconds = step.n_tokens, self._clock() - started
             self._pace.measured(step, self._step_seconds)
-        return self._progress.told()
+        news = self._progress.told()
+        if self._preparing and not step.work and not news:
+            wait([structure for _, structure in self._preparing.values()], _PATIENCE, FIRST_COMPLETED)
+        return news
 
     def stats(self) -> EngineStats:
         """As of now."""
@@ -287,7 +312,25 @@ class EngineCore:
         if branch.ending is not None:
             self._progress.leave(branch)
 
-    # ------------------------------------------------------------------ prompts and forks
+    # ------------------------------------------------------------------ structures, prompts and forks
+
+    def _settle(self) -> None:
+        """Requests whose structures are compiled may be admitted, or are refused; those that have ended meanwhile are
+        forgotten, and theirs not begun with."""
+        for request_id, (group, structure) in list(self._preparing.items()):
+            if group.is_over:
+                structure.cancel()
+            elif not structure.done():
+                continue
+            elif (error := structure.exception()) is None:
+                group.branches[0].state.constraint = structure.result()
+                self._progress.let_go(group)
+            elif isinstance(error, UserError):
+                self._progress.end(group, "error", str(error), refused=True)
+            else:  # a defect of the library that this structure met
+                logging.getLogger(__name__).error("request %s failed", request_id, exc_info=error)
+                self._progress.end(group, "error", _one_line(error))
+            del self._preparing[request_id]
 
     def _scored(self, step: Step) -> Collection[Sequence]:
         """Those of a step for all of whose tokens logits are wanted."""
@@ -305,13 +348,15 @@ class EngineCore:
 
     def _score_prompt(self, group: Group, start: int, logits: Tensor) -> None:
         """Log-probabilities of a prompt's tokens from `start` + 1 on. logits: (tokens, vocab_size), from `start` on."""
-        scores, top = group.prompt_logprobs, group.params.prompt_logprobs
+        scores = group.prompt_logprobs
         assert scores is not None
-        assert top is not None
-        first = len(scores) - 1 - start  # what was scored before a preemption is not scored again
-        wanted = group.request.prompt[len(scores) : start + len(logits) + 1]
+        first = scores.n_known - 1 - start  # what was scored before a preemption is not scored again
+        wanted = group.request.prompt[scores.n_known : start + len(logits) + 1]
         if wanted and first >= 0:
-            scores += self._sampler.prompt_logprobs(logits[first : first + len(wanted)], list(wanted), top)
+            found = self._sampler.prompt_logprobs(logits[first : first + len(wanted)], wanted, scores.n_top)
+            scores.write(*found)
+        if not group.is_scoring:
+            group.branches[0].sequence.is_scored = False
 
     # ------------------------------------------------------------------ beams
 
@@ -369,6 +414,6 @@ class EngineCore:
         return None if self.tokenizer is None else StreamDecoder(self.tokenizer)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__

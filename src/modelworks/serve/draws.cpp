@@ -1,8 +1,10 @@
-// Draws from rows of logits without sorting a vocabulary: the same mathematics as models/sampling.py, which explains it.
+// Draws from rows of logits, and reports of them, without sorting a vocabulary: the same mathematics as
+// models/sampling.py, which explains it.
 //
 // One pass over a row finds the best score of every block of 64. The m-th highest of those bounds the m-th highest score
 // from below, and a block whose best is under a bound need not be read again: so the candidates of top-k, top-p and
-// min-p are found in a few blocks. A row's result depends on that row alone.
+// min-p are found in a few blocks. Typical sampling keeps the scores about one in the middle, and reads the best blocks
+// until the tokens above that one's mirror image have enough. A row's result depends on that row alone.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -77,11 +79,15 @@ class Row {
     best_ = score(highest_);
   }
 
-  int64_t draw(int64_t top_k, double top_p, double log_min_p, double uniform) {
+  int64_t draw(int64_t top_k, double top_p, double log_min_p, double typical_p, double uniform) {
     if (nan_ || highest_ == std::numeric_limits<float>::infinity()) return kNotFinite;
     if (highest_ == kRemoved) return kNothingAllowed;
     const bool limited = top_k > 0 && top_k < size_;
-    if (!limited && top_p >= 1.0 && log_min_p == kRemoved) return draw_from_all(uniform);
+    if (!limited && top_p >= 1.0 && log_min_p == kRemoved) {
+      if (typical_p >= 1.0) return draw_from_all(uniform);
+      collect_typical(typical_p);
+      return draw_from_candidates(uniform);
+    }
     if (limited) {
       collect_top(top_k);
       weigh();
@@ -94,7 +100,34 @@ class Row {
     }
     if (log_min_p > kRemoved)
       std::erase_if(candidates_, [&](const Candidate& each) { return double(each.score) - best_ < log_min_p; });
+    if (typical_p < 1.0) {
+      double gaps = 0.0;
+      for (const Candidate& each : candidates_) gaps += each.weight * (best_ - double(each.score));
+      keep_typical(typical_p * mass(), gaps / mass());
+    }
     return draw_from_candidates(uniform);
+  }
+
+  // Log-probabilities: of `chosen`, and of the `count` most likely tokens, which go to values and ids, the best first.
+  float report(int64_t chosen, int64_t count, float* values, int64_t* ids) {
+    if (nan_ || std::isinf(highest_)) {
+      std::fill_n(values, count, std::numeric_limits<float>::quiet_NaN());
+      std::iota(ids, ids + count, 0);
+      return std::numeric_limits<float>::quiet_NaN();
+    }
+    const double log_total = best_ + std::log(sum_blocks());
+    if (count > 0) {
+      collect_top(count);
+      const int64_t found = std::min<int64_t>(count, candidates_.size());
+      std::partial_sort(candidates_.begin(), candidates_.begin() + found, candidates_.end(), better);
+      for (int64_t i = 0; i < found; ++i) {
+        values[i] = float(candidates_[i].score - log_total);
+        ids[i] = candidates_[i].id;
+      }
+      for (int64_t i = found, id = 0; i < count; ++id)  // too few are possible
+        if (logits_[id] == kRemoved) values[i] = kRemoved, ids[i++] = id;
+    }
+    return float(logits_[chosen] - log_total);
   }
 
  private:
@@ -125,8 +158,8 @@ class Row {
     return result;
   }
 
-  // Weights of a block, 0 beyond the vocabulary.
-  void weigh_block(int64_t block, double* weights) const {
+  // Weights of a block, 0 beyond the vocabulary; and gaps, if they are wanted: weight * (best score - score).
+  void weigh_block(int64_t block, double* weights, double* gaps = nullptr) const {
     const int64_t start = block * kBlock;
     const float* logits = logits_ + start;
     float padded[kBlock];
@@ -137,28 +170,40 @@ class Row {
     for (int64_t i = 0; i < kBlock; i += 16) {
       Floats values;
       std::memcpy(&values, logits + i, sizeof values);
-      values = exponential((values - shift_) / divisor_ - best_);
-      HalfFloats halves[2];
-      std::memcpy(halves, &values, sizeof values);
-      const Doubles result[2] = {__builtin_convertvector(halves[0], Doubles), __builtin_convertvector(halves[1], Doubles)};
-      std::memcpy(weights + i, result, sizeof result);
+      const Floats below = (values - shift_) / divisor_ - best_;
+      values = exponential(below);
+      widen(values, weights + i);
+      if (gaps) widen(values > 0.0f ? values * -below : Floats{}, gaps + i);
     }
   }
 
-  double sum_blocks() {
+  static void widen(Floats values, double* target) {
+    HalfFloats halves[2];
+    std::memcpy(halves, &values, sizeof values);
+    const Doubles result[2] = {__builtin_convertvector(halves[0], Doubles), __builtin_convertvector(halves[1], Doubles)};
+    std::memcpy(target, result, sizeof result);
+  }
+
+  static double sum_of(const double* block) {
+    Doubles lanes = {}, part;
+    for (int64_t i = 0; i < kBlock; i += 8) {
+      std::memcpy(&part, block + i, sizeof part);
+      lanes += part;
+    }
+    double sum = 0.0;
+    for (int lane = 0; lane < 8; ++lane) sum += lanes[lane];
+    return sum;
+  }
+
+  // Of all weights; and of all gaps, if they are wanted.
+  double sum_blocks(double* gaps = nullptr) {
     sums_.resize(best_of_.size());
     double total = 0.0;
     for (size_t block = 0; block < sums_.size(); ++block) {
-      double weights[kBlock];
-      weigh_block(block, weights);
-      Doubles lanes = {}, part;
-      for (int64_t i = 0; i < kBlock; i += 8) {
-        std::memcpy(&part, weights + i, sizeof part);
-        lanes += part;
-      }
-      sums_[block] = 0.0;
-      for (int lane = 0; lane < 8; ++lane) sums_[block] += lanes[lane];
-      total += sums_[block];
+      double weights[kBlock], of_gaps[kBlock];
+      weigh_block(block, weights, gaps ? of_gaps : nullptr);
+      total += sums_[block] = sum_of(weights);
+      if (gaps) *gaps += sum_of(of_gaps);
     }
     return total;
   }
@@ -247,6 +292,40 @@ class Row {
     }
   }
 
+  // Information is -log p = log(total) + (best score - score), and the entropy its mean: so a token's distance from the
+  // entropy is that of its gap to the best score from the mean gap.
+  double distance(const Candidate& each, double mean_gap) const { return std::abs(best_ - double(each.score) - mean_gap); }
+
+  void collect_typical(double typical_p) {
+    double gaps = 0.0;
+    const double total = sum_blocks(&gaps), mean_gap = gaps / total, wanted = typical_p * total;
+    for (int64_t blocks = blocks_with(wanted);; blocks *= 2) {
+      const float least = bound(blocks);
+      collect(least);
+      weigh();
+      if (least > kRemoved) {  // no token that was not read is as near as this
+        const double radius = best_ - double(least) - mean_gap;
+        double inside = 0.0;
+        for (const Candidate& each : candidates_)
+          if (distance(each, mean_gap) < radius) inside += each.weight;
+        if (inside < wanted) continue;
+      }
+      keep_typical(wanted, mean_gap);
+      return;
+    }
+  }
+
+  // Leaves the fewest candidates nearest the entropy that have `wanted` together, and those as near as the last of them.
+  void keep_typical(double wanted, double mean_gap) {
+    const auto nearer = [&](const Candidate& a, const Candidate& b) {
+      const double of_a = distance(a, mean_gap), of_b = distance(b, mean_gap);
+      return of_a < of_b || (of_a == of_b && a.id < b.id);
+    };
+    if (mass() < wanted) return;
+    const double farthest = distance(last_of_mass(wanted, nearer), mean_gap);
+    std::erase_if(candidates_, [&](const Candidate& each) { return distance(each, mean_gap) > farthest; });
+  }
+
   // So many of the best blocks have `wanted` together; a bound that fewer reach has less above it.
   int64_t blocks_with(double wanted) {
     order_.resize(sums_.size());
@@ -266,12 +345,20 @@ class Row {
   // Leaves the fewest best candidates that have `wanted` together. Changes nothing and says false where all have less.
   bool keep_mass(double wanted) {
     if (mass() < wanted) return false;
+    const Candidate least = last_of_mass(wanted, better);
+    std::erase_if(candidates_, [&](const Candidate& each) { return better(least, each); });
+    return true;
+  }
+
+  // The last of the fewest candidates, in the order `before`, that have `wanted` together.
+  template <class Before>
+  Candidate last_of_mass(double wanted, Before before) {
     sorted_ = candidates_;
     size_t low = 0, high = sorted_.size();
     double reached = 0.0;  // by those before `low`, the best
     while (high - low > 32) {
       const size_t middle = low + (high - low) / 2;
-      std::nth_element(sorted_.begin() + low, sorted_.begin() + middle, sorted_.begin() + high, better);
+      std::nth_element(sorted_.begin() + low, sorted_.begin() + middle, sorted_.begin() + high, before);
       double half = 0.0;
       for (size_t i = low; i < middle; ++i) half += sorted_[i].weight;
       if (reached + half >= wanted) {
@@ -281,12 +368,10 @@ class Row {
         low = middle;
       }
     }
-    std::sort(sorted_.begin() + low, sorted_.begin() + high, better);
+    std::sort(sorted_.begin() + low, sorted_.begin() + high, before);
     size_t last = low;
     while (last + 1 < high && (reached += sorted_[last].weight) < wanted) ++last;
-    const Candidate least = sorted_[last];
-    std::erase_if(candidates_, [&](const Candidate& each) { return better(least, each); });
-    return true;
+    return sorted_[last];
   }
 
   float least_score(double log_min_p) const {
@@ -316,9 +401,19 @@ extern "C" {
 
 // tokens[i]: drawn from row rows[i] of logits (stride floats apart), or -1: not finite, or -2: all are -inf.
 void draw_rows(const float* logits, int64_t stride, int64_t vocabulary, int64_t count, const int64_t* rows, const double* temperature,
-               const int64_t* top_k, const double* top_p, const double* log_min_p, const double* uniform, int64_t* tokens) {
+               const int64_t* top_k, const double* top_p, const double* log_min_p, const double* typical_p, const double* uniform,
+               int64_t* tokens) {
+  for (int64_t i = 0; i < count; ++i) {
+    Row row(logits + rows[i] * stride, vocabulary, temperature[i]);
+    tokens[i] = row.draw(top_k[i], top_p[i], log_min_p[i], typical_p[i], uniform[i]);
+  }
+}
+
+// Of row rows[i] of logits: the log-probability of token chosen[i], and those of the `top` most likely ones with their ids.
+void report_rows(const float* logits, int64_t stride, int64_t vocabulary, int64_t count, const int64_t* rows, const int64_t* chosen,
+                 int64_t top, float* logprobs, int64_t* ids, float* values) {
   for (int64_t i = 0; i < count; ++i)
-    tokens[i] = Row(logits + rows[i] * stride, vocabulary, temperature[i]).draw(top_k[i], top_p[i], log_min_p[i], uniform[i]);
+    logprobs[i] = Row(logits + rows[i] * stride, vocabulary, 1.0).report(chosen[i], top, values + i * top, ids + i * top);
 }
 
 // logits[rows[i]][t] = -inf where bit t of row i of `allowed` (words of 32 bits, the lowest bit first) is not set.

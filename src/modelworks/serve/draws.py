@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,9 +37,6 @@ class Settings:
     min_p: NDArray[np.float64]
     typical_p: NDArray[np.float64]
 
-    def __getitem__(self, places: NDArray[np.int64]) -> Settings:
-        return Settings(*(array[places] for array in vars(self).values()))
-
 
 def best_tokens(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The most likely token of each row (R, V), the one with the lowest id among equals, and its logit.
@@ -60,13 +58,16 @@ def draw_tokens(
 
     settings, uniforms (in (0, 1)): one for each of `rows`.
     """
+    if not len(rows):
+        return np.empty(0, np.int64)
+    compiled = compiled_for(logits) if native else None
+    if compiled is None:
+        return _draw_torch(logits, rows, settings, uniforms)
     tokens = np.empty(len(rows), np.int64)
-    compiled = library() if native and logits.device.type == "cpu" and logits.stride(-1) == 1 else None
-    # Few ask for typical sampling, and it looks at a whole distribution: torch's turn.
-    fast = (settings.typical_p >= 1.0) & (compiled is not None)
-    for places, function in ((fast.nonzero()[0], _draw_compiled), (np.logical_not(fast).nonzero()[0], _draw_torch)):
-        if len(places):
-            tokens[places] = function(logits, rows[places], settings[places], uniforms[places])
+    with np.errstate(divide="ignore"):
+        log_min_p = np.log(settings.min_p)
+    given = settings.temperature, settings.top_k, settings.top_p, log_min_p, settings.typical_p, uniforms
+    call_on_rows(compiled.draw_rows, logits, rows, *given, tokens)
     return tokens
 
 
@@ -75,29 +76,14 @@ def forbid(logits: Tensor, rows: NDArray[np.int64], allowed: NDArray[np.int32], 
 
     A word has the bits of 32 tokens, the lowest first.
     """
-    compiled = library() if native and logits.device.type == "cpu" and logits.stride(-1) == 1 else None
+    compiled = compiled_for(logits) if native else None
     if compiled is not None:
-        arrays: list[NDArray[Any]] = [np.ascontiguousarray(rows), np.ascontiguousarray(allowed)]
-        compiled.forbid_rows(*_matrix(logits), len(rows), *map(_address, arrays), allowed.shape[1])
+        call_on_rows(compiled.forbid_rows, logits, rows, allowed, allowed.shape[1])
         return
     bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[-1]]
     places = torch.from_numpy(rows).to(logits.device)
     forbidden = torch.from_numpy(bits == 0).to(logits.device)
     logits[places] = logits[places].masked_fill(forbidden, -math.inf)
-
-
-def _draw_compiled(
-    logits: Tensor, rows: NDArray[np.int64], settings: Settings, uniforms: NDArray[np.float64]
-) -> NDArray[np.int64]:
-    compiled = library()
-    assert compiled is not None
-    tokens = np.empty(len(rows), np.int64)
-    with np.errstate(divide="ignore"):
-        log_min_p = np.log(settings.min_p)
-    given: tuple[NDArray[Any], ...] = (rows, settings.temperature, settings.top_k, settings.top_p, log_min_p, uniforms)
-    arrays = [np.ascontiguousarray(array) for array in given]  # held here: only their addresses are handed over
-    compiled.draw_rows(*_matrix(logits), len(rows), *map(_address, arrays), _address(tokens))
-    return tokens
 
 
 def _draw_torch(
@@ -132,18 +118,21 @@ def library() -> ctypes.CDLL | None:
     except Unavailable as error:
         logging.getLogger(__name__).warning("sampling in torch, which is slower: %s", error)
         return None
-    pointer, whole = ctypes.c_void_p, ctypes.c_int64
-    library.draw_rows.argtypes = [pointer, whole, whole, whole, *[pointer] * 7]
-    library.forbid_rows.argtypes = [pointer, whole, whole, whole, pointer, pointer, whole]
-    library.draw_rows.restype = library.forbid_rows.restype = None
+    for function in (library.draw_rows, library.forbid_rows, library.report_rows):
+        function.restype = None
     return library
 
 
-def _matrix(logits: Tensor) -> tuple[int, int, int]:
+def compiled_for(logits: Tensor) -> ctypes.CDLL | None:
+    """The compiled code, where it can work on these."""
+    return library() if logits.device.type == "cpu" and logits.stride(-1) == 1 else None
+
+
+def call_on_rows(function: Any, logits: Tensor, rows: NDArray[np.int64], *given: NDArray[Any] | int) -> None:
+    """A function of the compiled code on `rows` of logits (R, V) float32. It gets the addresses of arrays, which must
+    be of the types that it expects, and writes into the last ones; whole numbers as they are."""
     assert logits.dtype == torch.float32
-    return logits.data_ptr(), logits.stride(0), logits.shape[1]
-
-
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.ctypes.data
-    return address
+    held = [each if isinstance(each, int) else np.ascontiguousarray(each) for each in (rows, *given)]
+    handed = [c_int64(each) if isinstance(each, int) else c_void_p(each.ctypes.data) for each in held]
+    sizes = map(c_int64, (logits.stride(0), logits.shape[1], len(rows)))
+    function(c_void_p(logits.data_ptr()), *sizes, *handed)

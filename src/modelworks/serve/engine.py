@@ -103,7 +103,8 @@ class Engine(EngineCore):
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Outputs of requests, each as it is complete. A request is taken when there is room in the queue, so that its
-        deadline does not run before. Nothing else may be in progress; leaving early aborts what is."""
+        deadline does not run before. Nothing else may be in progress; leaving early aborts what is. Raises UserError
+        for one that turns out wrong."""
         if self.has_work:
             raise ValueError("other requests are in progress: their outputs would be lost")
         coming, collected = iter(requests), dict[str, Collected]()
@@ -118,6 +119,8 @@ class Engine(EngineCore):
                     collected[following.id] = Collected(following)
                     following = next(coming, None)
                 for delta in self.step():
+                    if delta.refused:
+                        raise UserError(delta.error or "the request was refused")
                     collected[delta.request_id].add(delta)
                     if delta.last:
                         yield collected.pop(delta.request_id).output

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -25,6 +25,8 @@ class StepEngine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def preparing(self) -> Collection[str]: ...
     def submit(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[Delta]: ...
@@ -63,6 +65,7 @@ def run_engine(connection: Connection, build: BuildEngine) -> None:
 
 
 def _loop(engine: StepEngine, connection: Connection) -> None:
+    undecided: set[str] = set()  # requests that may still turn out wrong: neither accepted nor refused
     while True:
         news = News()
         wait = 0.0 if engine.has_work else HEARTBEAT
@@ -73,13 +76,26 @@ def _loop(engine: StepEngine, connection: Connection) -> None:
                 if isinstance(message, Stop):
                     return
                 _take(engine, message, news)
+                if isinstance(message, Submit) and message.request.id in engine.preparing:
+                    undecided.add(message.request.id)
         if news.refused:  # they wait for nothing else
             connection.send(News(refused=news.refused, stats=engine.stats()))
             news.refused = []
         if engine.has_work:
-            news.deltas += engine.step()
+            _sort(engine.step(), news)
+        news.accepted += undecided - set(engine.preparing) - {refused.request_id for refused in news.refused}
+        undecided &= set(engine.preparing)
         news.stats = engine.stats()
         connection.send(news)
+
+
+def _sort(deltas: list[Delta], news: News) -> None:
+    """What a step told: of requests that it refused, that alone."""
+    for delta in deltas:
+        if not delta.refused:
+            news.deltas.append(delta)
+        elif delta.last:
+            news.refused.append(Refused(delta.request_id, delta.error or "the request was refused", None))
 
 
 def _take(engine: StepEngine, message: Submit | Abort, news: News) -> None:
@@ -89,7 +105,8 @@ def _take(engine: StepEngine, message: Submit | Abort, news: News) -> None:
     request = message.request
     try:
         engine.submit(request)
-        news.accepted.append(request.id)
+        if request.id not in engine.preparing:
+            news.accepted.append(request.id)
     except Overloaded as error:
         news.refused.append(Refused(request.id, str(error), error.retry_after))
     except UserError as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from modelworks.serve.beam import BeamSearch, Candidate, Ending
+from modelworks.serve.prompt_scores import PromptScores
 from modelworks.serve.request import Delta, FinishReason, Request, TokenLogprob
 from modelworks.serve.sequence import Sequence
 from modelworks.serve.text import CompletionText, Decoder
@@ -40,10 +41,16 @@ class Branch:
 
 class Group:
     """ends: tokens that end a text (none of them where the request ignores them). decoder: makes a decoder, or None
-    where there is no tokeniser. longest: new tokens at most."""
+    where there is no tokeniser. longest: new tokens at most. vocab_size: of the logits."""
 
     def __init__(
-        self, request: Request, *, ends: frozenset[int], decoder: Callable[[], Decoder | None], longest: int
+        self,
+        request: Request,
+        *,
+        ends: frozenset[int],
+        decoder: Callable[[], Decoder | None],
+        longest: int,
+        vocab_size: int,
     ) -> None:
         params = request.params
         self.request, self.params, self.n_prompt, self.longest = request, params, len(request.prompt), longest
@@ -52,7 +59,8 @@ class Group:
         self.branches: list[Branch] = []
         self.n_cached = -1  # until its prompt is begun
         self.queued_s = 0.0
-        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] if params.prompt_logprobs is not None else None
+        n_top = params.prompt_logprobs
+        self.prompt_logprobs = None if n_top is None else PromptScores(request.prompt, min(n_top, vocab_size))
         self.search = self._begin_search() if params.beams is not None else None
         self._held = self.search is not None or (params.best_of or params.n) > params.n
         self._n_open = params.n
@@ -68,7 +76,7 @@ class Group:
     @property
     def is_scoring(self) -> bool:
         """Whether log-probabilities of its prompt are still wanted."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.n_prompt
+        return self.prompt_logprobs is not None and self.prompt_logprobs.n_known < self.n_prompt
 
     @property
     def is_over(self) -> bool:
@@ -232,21 +240,20 @@ class Group:
             params.beams,
             longest=self.longest,
             ends=self._beam_ends,
+            text=self.new_text() if params.stop else None,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
             n_top=params.logprobs,
         )
 
-    def _beam_ends(self, tokens: list[int]) -> Ending | None:
-        """Whether a completion ends with its last token: none ended before."""
-        if tokens[-1] in self._ends:
+    def _beam_ends(self, token: int, text: CompletionText | None) -> Ending | None:
+        """Whether a completion with this text, which did not end before, ends with this token."""
+        if token in self._ends:
             return "stop", None
-        if tokens[-1] in self._stop_ids:
-            return "stop", tokens[-1]
-        if self.params.stop:
-            text = self.new_text()
-            for token in tokens:
-                text.push(token)
+        if token in self._stop_ids:
+            return "stop", token
+        if text is not None:
+            text.push(token)
             if text.found is not None:
                 return "stop", text.found
         return None

@@ -46,6 +46,13 @@ class Progress:
         self.groups[group.request.id] = group
         self.n_scoring += group.prompt_logprobs is not None
 
+    def hold(self, group: Group) -> None:
+        """A request that has just begun stays in the queue until `let_go`."""
+        self._scheduler.waiting.hold(group.branches[0].sequence)
+
+    def let_go(self, group: Group) -> None:
+        self._scheduler.waiting.let_go(group.branches[0].sequence)
+
     def fork(self, parent: Branch, index: int) -> Branch:
         """A branch that goes on where the parent is. The group's list of branches is the caller's."""
         old = parent.sequence
@@ -93,9 +100,12 @@ class Progress:
         self._news += group.results()
         self._forget(group)
 
-    def end(self, group: Group, reason: FinishReason, error: str | None = None) -> None:
+    def end(self, group: Group, reason: FinishReason, error: str | None = None, *, refused: bool = False) -> None:
         """All of a request ends now."""
-        self._news += group.end(reason, error)
+        news = group.end(reason, error)
+        for delta in news:
+            delta.refused = refused
+        self._news += news
         for branch in group.branches:
             self.release(branch)
         self._forget(group)

@@ -49,11 +49,13 @@ class Delta:
     token_ids: new tokens, a token that ends the completion included. text: what is certain of their text: without
     half characters, a possible stop string held back until it is none. logprobs: of these tokens, if asked for.
     stop_reason: the stop string or the token of `stop_token_ids` that was met; None for an end-of-text token.
-    error: one line, where finish_reason is "error". n_prompt, n_cached: tokens of the prompt, and how many of them were
-    found in the cache. cumulative_logprob: with the finish_reason, of all its tokens, where logprobs were asked for or
-    it is the best of several; a beam's score is that over its length to the power of the length penalty.
-    prompt_logprobs: with the first delta of completion 0, one for each token of the prompt; the first token has none.
-    last: nothing more comes for this request. queued_s: seconds that it waited until its prompt was begun.
+    error: one line, where finish_reason is "error". refused: nothing was computed, for the request turned out wrong
+    after it was submitted, and error says why: what a UserError of `submit` would have said. n_prompt, n_cached: tokens
+    of the prompt, and how many of them were found in the cache. cumulative_logprob: with the finish_reason, of all its
+    tokens, where logprobs were asked for or it is the best of several; a beam's score is that over its length to the
+    power of the length penalty. prompt_logprobs: with the first delta of completion 0, one for each token of the
+    prompt; the first token has none. last: nothing more comes for this request. queued_s: seconds that it waited until
+    its prompt was begun.
     """
 
     request_id: str
@@ -67,9 +69,10 @@ class Delta:
     n_prompt: int = 0
     n_cached: int = 0
     cumulative_logprob: float | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     last: bool = False
     queued_s: float = 0.0
+    refused: bool = False
 
 
 @dataclass
@@ -94,7 +97,7 @@ class RequestOutput:
     prompt_ids: list[int]
     completions: list[Completion]
     n_cached: int = 0
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
 
 
 class Collected:

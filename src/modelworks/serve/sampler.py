@@ -10,8 +10,8 @@ decide nothing: whatever sums over a row does so in an order of its own, and ran
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from modelworks.config import UserError
 from modelworks.data import Tokenizer
-from modelworks.models import highest_scores, uniform_rows
+from modelworks.models import uniform_rows
 from modelworks.serve.draws import IS_NOT_FINITE, NOTHING_ALLOWED, Settings, best_tokens, draw_tokens
 from modelworks.serve.logit_edits import edit
 from modelworks.serve.params import SamplingParams
-from modelworks.serve.request import TokenLogprob
+from modelworks.serve.preparation import Preparation
+from modelworks.serve.reports import Reports, report
 from modelworks.serve.sampling_state import SamplingState as SamplingState
-from modelworks.serve.structured import Compiler, Constraint
+from modelworks.serve.structured import Constraint
 
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or its dtype overflows; try float32"
 _ERRORS = {
@@ -61,25 +62,29 @@ class Sampler:
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         known = tokenizer.eos_ids if end_ids is None and tokenizer is not None else end_ids or ()
         self._end_ids = frozenset(token for token in known if token < vocab_size)
-        self._compiler: Compiler | None = None
-        self._compiler_lock = threading.Lock()
+        self._preparation = Preparation(tokenizer, vocab_size, self._end_ids)
 
     def start(self, params: SamplingParams, prompt_ids: Sequence[int], seed: int, branch: int = 0) -> SamplingState:
         """The state of a sequence before its first new token.
 
         seed: of the request; branch: which of its results it is. Raises UserError where params cannot be followed.
         """
-        params.check_against(self._vocab_size, max_model_len=1 << 62)  # lengths are the engine's to know
-        return SamplingState(
-            params,
-            prompt_ids,
-            seed,
-            branch,
-            end_ids=(frozenset() if params.ignore_eos else self._end_ids).union(params.stop_token_ids),
-            bad_words=self._spelled(params.bad_words),
-            allowed=self._bits(params.allowed_token_ids),
-            constraint=self._constraint(params),
-        )
+        constraint = None if params.structure is None else self._preparation.constraint(params.structure)
+        return self._state(params, prompt_ids, seed, branch, constraint)
+
+    def begin(
+        self, params: SamplingParams, prompt_ids: Sequence[int], seed: int
+    ) -> tuple[SamplingState, Future[Constraint] | None]:
+        """The same without waiting for a structure to be compiled. Where there is a future, its result must become the
+        state's `constraint` before the state is used; it raises UserError where the structure cannot be followed."""
+        found = None if params.structure is None else self._preparation.begin(params.structure)
+        if isinstance(found, Future):
+            return self._state(params, prompt_ids, seed, 0, None), found
+        return self._state(params, prompt_ids, seed, 0, found), None
+
+    def close(self) -> None:
+        """No structures are compiled any more."""
+        self._preparation.close()
 
     @torch.inference_mode()  # an executor's logits may be changed in no other
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
@@ -89,21 +94,19 @@ class Sampler:
         """
         if logits.dtype != torch.float32 or logits.shape != (len(states), self._vocab_size):
             raise ValueError(f"logits: got {logits.dtype} {tuple(logits.shape)}, expected float32 (rows, vocab_size)")
-        reported = [row for row, state in enumerate(states) if state.params.logprobs is not None]
-        raw = logits[reported].log_softmax(dim=-1) if reported else None
         logits = logits.contiguous()
+        reported = np.array([row for row, state in enumerate(states) if state.params.logprobs is not None], np.int64)
+        raw, rows = logits, reported
+        if any(states[row].edits for row in reported):
+            raw, rows = logits[torch.from_numpy(reported).to(logits.device)], np.arange(len(reported))
         edit(logits, states)
         tokens = self._choose(logits, states)
         results = [
             Sampled(token) if token >= 0 and state.error is None else Sampled(-1, error=state.error or _ERRORS[token])
             for token, state in zip(tokens.tolist(), states, strict=True)
         ]
-        if raw is not None:
-            counts = [states[row].params.logprobs or 0 for row in reported]
-            chosen = torch.from_numpy(tokens[reported]).to(raw.device).clamp(min=0)
-            for row, (logprob, best) in zip(reported, _reports(raw, chosen, counts), strict=True):
-                if results[row].error is None:
-                    results[row].logprob, results[row].top = logprob, best
+        if len(reported):
+            _tell([results[row] for row in reported], [states[row] for row in reported], raw, rows)
         return results
 
     @torch.inference_mode()
@@ -118,14 +121,28 @@ class Sampler:
         failed = torch.tensor([state.error is not None for state in states], device=logits.device)[:, None]
         return logits.log_softmax(dim=-1).masked_fill(failed, torch.nan)
 
-    def prompt_logprobs(self, logits: Tensor, next_tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    @torch.inference_mode()
+    def prompt_logprobs(self, logits: Tensor, next_tokens: Sequence[int], count: int) -> Reports:
         """How likely the tokens of a prompt were. logits: (n, vocab_size); next_tokens: what came after each of them.
 
         count: most likely tokens reported with each.
         """
-        following = torch.tensor(next_tokens, dtype=torch.int64, device=logits.device)
-        reports = _reports(logits.to(torch.float32).log_softmax(dim=-1), following, [count] * len(next_tokens))
-        return [TokenLogprob(token, *report) for token, report in zip(next_tokens, reports, strict=True)]
+        return report(logits.to(torch.float32), np.arange(len(logits)), np.array(next_tokens, np.int64), count)
+
+    def _state(
+        self, params: SamplingParams, prompt_ids: Sequence[int], seed: int, branch: int, constraint: Constraint | None
+    ) -> SamplingState:
+        params.check_against(self._vocab_size, max_model_len=1 << 62)  # lengths are the engine's to know
+        return SamplingState(
+            params,
+            prompt_ids,
+            seed,
+            branch,
+            end_ids=(frozenset() if params.ignore_eos else self._end_ids).union(params.stop_token_ids),
+            bad_words=self._spelled(params.bad_words),
+            allowed=self._bits(params.allowed_token_ids),
+            constraint=constraint,
+        )
 
     def _choose(self, logits: Tensor, states: Sequence[SamplingState]) -> NDArray[np.int64]:
         greedy = np.fromiter((state.params.greedy for state in states), bool, len(states))
@@ -155,16 +172,6 @@ class Sampler:
         bits[list(ids)] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
 
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
-        if params.structure is None:
-            return None
-        if self._tokenizer is None:
-            raise UserError("structure: it is of text, but the model has no tokeniser")
-        with self._compiler_lock:
-            if self._compiler is None:
-                self._compiler = Compiler(self._tokenizer, self._vocab_size, self._end_ids)
-        return self._compiler.constraint(params.structure)
-
 
 _WINDOW = 64  # draws made at a time: a hundred operations of torch, for all sequences that need them together
 
@@ -192,15 +199,12 @@ def _finite(tokens: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[n
     return np.where(np.isneginf(values), NOTHING_ALLOWED, np.where(np.isfinite(values), tokens, IS_NOT_FINITE))
 
 
-def _reports(logprobs: Tensor, chosen: Tensor, counts: Sequence[int]) -> list[tuple[float, list[tuple[int, float]]]]:
-    """Of each row (R, V): the chosen token's log-probability, and the `counts` highest with their tokens."""
-    of_chosen = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
-    most = min(max(counts), logprobs.shape[-1])
-    if most == 0:
-        return [(value, []) for value in of_chosen]
-    values, tokens = (each.tolist() for each in highest_scores(logprobs, most))
-    tops = [
-        list(zip(ids[:count], best[:count], strict=True))
-        for ids, best, count in zip(tokens, values, counts, strict=True)
-    ]
-    return list(zip(of_chosen, tops, strict=True))
+def _tell(results: Sequence[Sampled], states: Sequence[SamplingState], logits: Tensor, rows: NDArray[np.int64]) -> None:
+    """Log-probabilities into the results, each as many as its state asks for. rows: those of logits that are theirs."""
+    counts = [state.params.logprobs or 0 for state in states]
+    chosen = np.array([max(result.token, 0) for result in results], np.int64)
+    logprobs, ids, values = (each.tolist() for each in report(logits, rows, chosen, max(counts)))
+    for place, (result, count) in enumerate(zip(results, counts, strict=True)):
+        if result.error is None:
+            result.logprob = logprobs[place]
+            result.top = list(zip(ids[place][:count], values[place][:count], strict=True))

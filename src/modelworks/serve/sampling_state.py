@@ -82,6 +82,12 @@ class SamplingState:
         """Whether `forbidden` may have anything."""
         return self._bad_words is not None or self.waits_for_min_tokens
 
+    @property
+    def edits(self) -> bool:
+        """Whether its next logits may be changed before a token is chosen."""
+        lists = self.constraint is not None or self.allowed is not None
+        return lists or self.counts is not None or len(self.bias_ids) > 0 or self.bans
+
     def only_ends(self, mask: NDArray[np.int32]) -> bool:
         """Whether the mask (bits, 32 a word) allows nothing but tokens that end the sequence."""
         rest = mask.copy()

@@ -6,12 +6,14 @@ Every running sequence catches up from `n_computed` to `n_tokens` (`serve.sequen
     2. decode   every running sequence that lacks one token gets it; where no block is free for it, the least urgent
                 running sequence gives its blocks back and will be computed again (recomputation: Kwon et al. 2023)
     3. chunks   what is left of the budget goes to running sequences that lack more, the most urgent first
-    4. admit    and then to waiting ones, as long as all their blocks fit and a reserve stays free
+    4. admit    and then to waiting ones, as long as all their blocks fit and a reserve stays free; those that are held
+                back (`WaitingQueue.hold`) are passed over
     5. unblock  where that leaves nothing to compute, the least urgent running sequence gives way
 
 Decoding first bounds how long a long prompt delays others: by one chunk (Agrawal et al. 2024, 2403.02310). Where even
 that is long, beside what decoding takes, `long_budget` makes the chunks of long prompts smaller in steps that decode;
-short ones are still computed at once, for many small chunks would cost more than they spare anybody. A sequence has
+short ones are still computed at once, for many small chunks would cost more than they spare anybody. Prompts that are
+scored come in small chunks too (`MOST_SCORED`), since every one of their tokens wants logits. A sequence has
 blocks for all its tokens from its admission, so only decoding ever runs short of them.
 
 Progress: the most urgent running sequence is always served. Whoever is admitted fits the pool alone (`submit` refuses
@@ -36,6 +38,7 @@ from modelworks.serve.sequence import Sequence, Status
 from modelworks.serve.waiting import WaitingQueue
 
 SHORT_PROMPT = 128  # tokens
+MOST_SCORED = 64  # tokens of a step of whose logits log-probabilities are made: a vocabulary of work for each
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ class Scheduler:
                 step.work.append(Work(sequence, sequence.n_computed, count))
 
     def _admit(self, step: Step, budget: _Budget, now: float) -> None:
-        if budget.left <= 0 or not len(self.waiting):
+        if budget.left <= 0 or not self.waiting.n_ready:
             return
         width = sum(sequence.width for sequence in self.running)  # those that will be forked, as what they will be
         for sequence in self.waiting.by_urgency(now):
@@ -221,7 +224,7 @@ class Scheduler:
 
     def _unblock(self, step: Step) -> None:
         """All that run are idle: what each of them needs waits, and what waits first is no less urgent than any."""
-        if not step.work and self.running and len(self.waiting):
+        if not step.work and self.running and self.waiting.n_ready:
             self._preempt(self.running[-1], step)
 
     def _has_room(self, sequence: Sequence, step: Step) -> bool:
@@ -282,15 +285,19 @@ class Scheduler:
 
 @dataclass
 class _Budget:
-    """Tokens of a step that are left for chunks, `long` of them for long prompts."""
+    """Tokens of a step that are left for chunks, `long` of them for long prompts, `scored` for such as are scored."""
 
     left: int
     long: int
+    scored: int = MOST_SCORED
 
     def take(self, sequence: Sequence) -> int:
         """The size of the sequence's chunk."""
         is_long = _is_long(sequence)
         count = max(min(sequence.n_pending, self.left, self.long if is_long else self.left), 0)
+        if sequence.is_scored:
+            count = min(count, self.scored)
+            self.scored -= count
         self.left -= count
         self.long -= count if is_long else 0
         return count

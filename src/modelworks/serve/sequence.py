@@ -27,7 +27,8 @@ class Sequence:
     tokens: prompt and what was generated. priority: lower is served first. arrived, deadline: seconds on the
     scheduler's clock; a sequence that has not finished by its deadline ends. max_tokens: of prompt and generation
     together, at most; its blocks must fit the pool. width: sequences that it will be forked into once its prompt is
-    computed. reuses_prefix: may share blocks with others, and leaves its own to be found.
+    computed. reuses_prefix: may share blocks with others, and leaves its own to be found. is_scored: logits are wanted
+    of all its tokens, for the time being.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Sequence:
     deadline: float = float("inf")
     width: int = 1
     reuses_prefix: bool = True
+    is_scored: bool = False
     status: Status = Status.WAITING
     n_computed: int = 0
     n_from_cache: int = 0  # tokens whose keys and values were found when it was last admitted

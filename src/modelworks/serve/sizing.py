@@ -4,8 +4,8 @@
                                                                              the packed copy of them)
     blocks      = cache bytes / bytes of a block, and no more than all running sequences at full length could fill
 
-What one step takes is an estimate: activations of `token_budget` tokens in one layer, and logits of every sequence,
-or of every token where a prompt is scored, three times over (sampling works on copies).
+What one step takes is an estimate: activations of `token_budget` tokens in one layer, and logits of every sequence and
+of the tokens of prompts that may be scored in it, three times over (sampling works on copies).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from modelworks.hardware import facts
 from modelworks.models import PLAIN, Transformer, matrix_bytes, packs
 from modelworks.serve.kv_cache import kv_bytes_per_block, resolve_kv_dtype
 from modelworks.serve.options import EngineOptions
+from modelworks.serve.scheduler import MOST_SCORED
 from modelworks.serve.tensor_parallel.shares import HeadShare
 from modelworks.serve.torch_executor import serving_format
 
@@ -110,7 +111,7 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, options: EngineOptions) 
     """Memory of one step beside weights and cache, at most: an estimate."""
     inner = max(config.d_ff, config.d_expert) * (config.experts_per_token if config.n_experts else 1)
     of_token = 4 * config.d_model + 2 * config.d_attention + 4 * config.d_kv + 3 * inner
-    logits = 3 * 4 * options.token_budget * config.vocab_size
+    logits = 3 * 4 * min(options.token_budget, options.max_running + MOST_SCORED) * config.vocab_size
     return options.token_budget * of_token * dtype.itemsize + logits
 
 
@@ -150,7 +151,7 @@ def _share_of_memory(
     return available, [
         f"memory: {format_bytes(total)} ({what}), of which {format_bytes(free)} are free beside the weights",
         f"share: {share:.0%} of that, {format_bytes(share * free)} (memory_share)",
-        f"one step: {format_bytes(step)} for activations and logits of {options.token_budget} tokens (token_budget)",
+        f"one step: {format_bytes(step)} for activations of {options.token_budget} tokens (token_budget) and logits",
         f"cache memory: {format_bytes(available)}, what is left",
     ]
 

@@ -1,6 +1,7 @@
 """Output that must have a form: which tokens may come next, from llguidance (an Earley parser over a lazy lexer).
 
 A structure is compiled once, tried for its first token, and kept; a request's `Constraint` is a copy of what is kept.
+The library compiles without holding Python's lock, so that others can compute meanwhile (`serve.preparation`).
 Whoever writes a structure may be hostile, so everything about it is limited: its length, the work of compiling it and
 of each token (counted, not timed), how long white space of JSON may be, how many are kept. It reads no file and no
 address. What is wrong with it is said when it is compiled; what goes wrong later ends the one sequence.
@@ -24,7 +25,7 @@ from modelworks.data import Tokenizer
 from modelworks.serve.params import Structure
 
 _KEPT = 64  # structures compiled (or refused) last
-_LONGEST_COMPILE = 2.0  # seconds, after which a structure is refused, however far it came
+_LONGEST_COMPILE = 2.0  # seconds of the processor, after which a structure is refused, however far it came
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between JSON's tokens: enough for lines indented by 31
 _TEXT_AHEAD = 128  # characters of forced text that are tokenised at a time: the next token comes from their beginning
 _LIMITS = llguidance.LLParserLimits(
@@ -55,19 +56,27 @@ class Compiler:
 
     def constraint(self, structure: Structure) -> Constraint:
         """At the beginning of an output. Raises UserError where the structure is wrong, unsupported or too costly."""
+        found = self.kept(structure)
+        return self._keep(structure, self._compile(structure)) if found is None else found
+
+    def kept(self, structure: Structure) -> Constraint | None:
+        """The same, where that takes no compiling; else None. Never waits."""
         with self._lock:
-            if structure not in self._kept:
-                self._kept[structure] = self._compile(structure)
+            found = self._kept.get(structure)
+            if found is not None:
+                self._kept.move_to_end(structure)
+        return None if found is None else _copied(structure, found)
+
+    def _keep(self, structure: Structure, found: llguidance.LLMatcher | str) -> Constraint:
+        with self._lock:
+            self._kept[structure] = found
             self._kept.move_to_end(structure)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-            found = self._kept[structure]
-        if isinstance(found, str):
-            raise UserError(f"structure: the {structure.kind} cannot be used: {found}")
-        return Constraint(found.deep_copy())
+        return _copied(structure, found)
 
     def _compile(self, structure: Structure) -> llguidance.LLMatcher | str:
-        started = time.monotonic()
+        started = time.thread_time()  # of this thread alone: what else the machine does refuses nothing
         try:
             matcher = llguidance.LLMatcher(self._vocabulary, _grammar(structure), log_level=0, limits=_LIMITS)
             if not matcher.is_error():
@@ -76,7 +85,7 @@ class Compiler:
             return _one_line(str(error))
         if matcher.is_error():
             return _one_line(matcher.get_error())
-        seconds = time.monotonic() - started
+        seconds = time.thread_time() - started
         return matcher if seconds <= _LONGEST_COMPILE else f"it took {seconds:.1f} s to compile; make it smaller"
 
 
@@ -137,6 +146,12 @@ class _Vocabulary:
         is put before it, which the structure would not allow."""
         known = text if isinstance(text, str) else text.decode(errors="replace")
         return self._tokenizer.encode_continuation(known[:_TEXT_AHEAD])
+
+
+def _copied(structure: Structure, found: llguidance.LLMatcher | str) -> Constraint:
+    if isinstance(found, str):
+        raise UserError(f"structure: the {structure.kind} cannot be used: {found}")
+    return Constraint(found.deep_copy())
 
 
 def _tried(matcher: llguidance.LLMatcher) -> llguidance.LLMatcher:

@@ -19,12 +19,14 @@ class Decoder(Protocol):
 
     def flush(self) -> str: ...
 
+    def copy(self) -> Decoder: ...
+
 
 class CompletionText:
     """The text of one completion, up to a stop string.
 
-    decoder: None where there is no tokeniser, and then no text. first_checked: tokens before which no stop string ends
-    anything (`min_tokens`).
+    decoder: None where there is no tokeniser, and then no text. first_checked: so many tokens come before one may end
+    it (`min_tokens`). A stop string counts where its last character comes with a later token; it may begin before.
     """
 
     def __init__(
@@ -45,15 +47,23 @@ class CompletionText:
         text = "" if self._decoder is None else self._decoder.push(token)
         if self._stops is None:
             return text
-        if self._unchecked > 0:
-            self._unchecked -= 1
-            return text
-        return self._stops.push(text)
+        self._unchecked -= 1
+        return self._stops.push(text, ends=self._unchecked < 0)
 
     def flush(self) -> str:
         """What was held back, at the end."""
         text = "" if self._decoder is None else self._decoder.flush()
-        return text if self._stops is None else self._stops.push(text) + self._stops.flush()
+        if self._stops is None:
+            return text
+        return self._stops.push(text, ends=self._unchecked < 0) + self._stops.flush()
+
+    def copy(self) -> CompletionText:
+        """The same text so far, going on by itself. It takes as long whatever the length of the text."""
+        copy = CompletionText.__new__(CompletionText)
+        copy._decoder = None if self._decoder is None else self._decoder.copy()
+        copy._stops = None if self._stops is None else self._stops.copy()
+        copy._unchecked = self._unchecked
+        return copy
 
 
 class StopStrings:
@@ -66,26 +76,40 @@ class StopStrings:
         self._longest = max(map(len, self._stops), default=0)
         self._included = included
         self._held = ""
+        self._free = 0  # characters of `_held` from its first on that nothing can end in
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
-        """What may be shown now. After a stop string was found: nothing."""
+    def push(self, text: str, *, ends: bool = True) -> str:
+        """What may be shown now. After a stop string was found: nothing. ends: whether a stop string may end in this
+        text; if not, it may still begin there."""
         if self.found is not None:
             return ""
         self._held += text
-        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if ends:
-            end, start, self.found = min(ends)
+        if not ends:
+            self._free = len(self._held)
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := self._held.find(stop, max(0, self._free - len(stop) + 1))) >= 0
+        ]
+        if found:
+            end, start, self.found = min(found)
             shown, self._held = self._held[: end if self._included else start], ""
             return shown
         certain = self._certain()
         shown, self._held = self._held[:certain], self._held[certain:]
+        self._free = max(0, self._free - certain)
         return shown
 
     def flush(self) -> str:
         """What was held back: the text ended, so it is no stop string."""
         shown, self._held = self._held, ""
         return shown
+
+    def copy(self) -> StopStrings:
+        copy = StopStrings.__new__(StopStrings)
+        copy.__dict__.update(self.__dict__)
+        return copy
 
     def _certain(self) -> int:
         """Characters before the longest end that is the beginning of a stop string. It takes as long for a thousand

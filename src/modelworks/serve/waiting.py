@@ -26,6 +26,7 @@ class WaitingQueue:
     def __init__(self, *, max_sequences: int, max_tokens: int, age: float) -> None:
         self.max_sequences, self.max_tokens, self.age = max_sequences, max_tokens, age
         self._waiting: dict[str, Sequence] = {}
+        self._held: set[str] = set()  # ids of those that may not be admitted yet
         self._n_tokens = 0
         self._n_added = 0
 
@@ -33,10 +34,16 @@ class WaitingQueue:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting.values())
+        """Those that may be admitted, in no order that means anything."""
+        return (sequence for sequence in self._waiting.values() if sequence.id not in self._held)
 
     def __contains__(self, sequence: Sequence) -> bool:
         return self._waiting.get(sequence.id) is sequence
+
+    @property
+    def n_ready(self) -> int:
+        """Sequences that may be admitted."""
+        return len(self._waiting) - len(self._held)
 
     @property
     def n_tokens(self) -> int:
@@ -53,17 +60,25 @@ class WaitingQueue:
         sequence.order = self._n_added
         self._put(sequence)
 
+    def hold(self, sequence: Sequence) -> None:
+        """It keeps its place, and is passed over until `let_go`: something that it needs is not ready."""
+        self._held.add(sequence.id)
+
+    def let_go(self, sequence: Sequence) -> None:
+        self._held.discard(sequence.id)
+
     def put_back(self, sequence: Sequence) -> None:
         """One that was running. It keeps its place in the order, and no bound applies: it was promised an answer."""
         self._put(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         del self._waiting[sequence.id]
+        self._held.discard(sequence.id)
         self._n_tokens -= sequence.n_tokens
 
     def by_urgency(self, now: float) -> Iterator[Sequence]:
-        """The most urgent first."""
-        yield from sorted(self._waiting.values(), key=lambda sequence: self.urgency(sequence, now))
+        """Those that may be admitted, the most urgent first."""
+        yield from sorted(self, key=lambda sequence: self.urgency(sequence, now))
 
     def urgency(self, sequence: Sequence, now: float) -> tuple[float, int]:
         """Smaller is more urgent; the same of running ones, so that who waits and who runs can be compared."""

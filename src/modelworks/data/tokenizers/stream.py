@@ -23,6 +23,14 @@ class StreamDecoder:
         self._strip = start_of_text and tokenizer.strips_first_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    def copy(self) -> StreamDecoder:
+        """The same text so far, going on by itself."""
+        copy = StreamDecoder.__new__(StreamDecoder)
+        copy.__dict__.update(self.__dict__)
+        copy._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        copy._utf8.setstate(self._utf8.getstate())
+        return copy
+
     def push(self, token_id: int) -> str:
         """The characters that this token completes; often "" in the middle of one."""
         return self.push_all((token_id,))

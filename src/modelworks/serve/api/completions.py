@@ -120,7 +120,7 @@ class _Choice:
         self._only_echo = body.max_tokens == 0
         self._n_top_of_prompt = body.prompt_logprobs
         self._logprobs = None if body.logprobs is None else CompletionLogprobs(tokenizer, body.logprobs)
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
 
     def parts(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Chunks of a stream: text without a finish_reason, and a last one without text."""
