@@ -159,3 +159,17 @@ def test_extreme_values_leave_the_rest_of_a_block_finite() -> None:
     assert back.isfinite().all()
     zeros = dequantize(*quantize(torch.zeros(3, 256), signed=False), signed=False)
     assert torch.equal(zeros, torch.zeros(3, 256))
+
+
+def test_codes_are_kept_through_decoding_and_encoding_at_any_scale() -> None:
+    largest = torch.finfo(torch.float32).max
+    for signed in (True, False):
+        for scale in (3e-39, 1.2e-38, 1e-20, 0.3, 1.0, 7e4, 1e30, 9e37, largest):
+            codes = torch.arange(255, -1, -1, dtype=torch.uint8).view(1, 256)  # 255 is what the largest has
+            scales = torch.full((1, 1), scale)
+            values = dequantize(codes, scales, signed=signed)
+            again, same = quantize(values, signed=signed)
+            assert torch.equal(same, scales)
+            # The values nearest to 0 are below what float32 holds at the smallest scales.
+            kept = values.abs() > 1e-43
+            assert torch.equal(again[kept], codes[kept]), (signed, scale)

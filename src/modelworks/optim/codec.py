@@ -6,8 +6,9 @@ of its block, a float32. The values are spread as a dynamic data type's: with n 
 relative error is at most about 3 % in the upper decade and grows below it; what is less than 3e-7 of its block's
 largest becomes 0.
 
-Blocks are the tiles of `modelworks.layout.tiles`: they depend on the logical tensor alone. Encoding takes the nearest
-value, of two as near the lower one. Both directions work on pieces of whole rows of tiles, so that beside the codes
+Blocks are the tiles of `modelworks.layout.tiles`: they depend on the logical tensor alone. Encoding multiplies by the
+float32 next to one over the largest magnitude (where that has none, below 3e-39, by the largest float32: what so small a
+block holds shrinks) and takes the nearest value, of two as near the lower one. Both directions work on pieces of whole rows of tiles, so that beside the codes
 there are never more than `PIECE` elements (or one row of tiles) in floating point.
 """
 
@@ -146,8 +147,8 @@ class Blocks:
         """Write a piece's codes, by the scales that are there."""
         padded, (top, _) = self._padded(values.float(), piece)
         scale = self.scales(scales, piece)
-        divisor = torch.where(scale == 0, 1.0, scale)[:, :, None, :, None]
-        found = nearest_codes((self._tiled(padded, piece) / divisor).clamp_(-1, 1), signed).view(padded.shape)
+        inverse = torch.where(scale == 0, 1.0, 1.0 / scale).clamp_(max=_LARGEST)[:, :, None, :, None]
+        found = nearest_codes((self._tiled(padded, piece) * inverse).clamp_(-1, 1), signed).view(padded.shape)
         rows = piece.rows.stop - piece.rows.start
         self.view(codes)[piece.index] = found[:, top : top + rows, self._left : self._left + self._columns]
 

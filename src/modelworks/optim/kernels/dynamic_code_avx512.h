@@ -1,8 +1,8 @@
 // DynamicCode for processors that permute the bytes of vectors (AVX-512 VBMI): no look-up asks the memory.
 //
-// A table of 256 floats is kept as four planes of bytes, and 64 look-ups are 8 permutations. Packing four vectors of 16
-// codes to one of bytes, and unpacking bytes to four vectors of 16 floats, work within quarters of a vector. So bytes
-// are worked on in "turned" order, that of a 4 x 4 matrix of four bytes each turned over; turning it again undoes that.
+// A table of 256 floats is kept as four planes of bytes, and 64 look-ups are 8 permutations. Putting four planes together
+// to four vectors of 16 floats works within quarters of a vector. So look-ups take bytes in "turned" order, that of a
+// 4 x 4 matrix of four bytes each turned over.
 
 #include <immintrin.h>
 
@@ -39,6 +39,54 @@ class Table {
     alignas(64) std::uint8_t planes_[4][256];
 };
 
+// Of a float's upper 16 bits, the right code or the one below it, for 32 at a time.
+//
+// These bits leave less than 0.6 of a part open (signed: 0.3) and one or two lines by their exponent, the lower of which
+// counts. Codes are computed with 8 bits behind the point, low enough for the largest of these floats not to fall below
+// the code it may have as the least: by more than the first fifth of a decade's first part, which is nearer to the decade
+// below, and by less than what is left of a whole part.
+template <bool SIGNED> class CodeOrBelow {
+  public:
+    CodeOrBelow() {
+        const Lines<SIGNED> lines;
+        for (int exponent = LOWEST >> 7; exponent <= HIGHEST >> 7; exponent++)
+            for (int end = 0; end < 2; end++) { // the lines that count where the exponent begins and ends
+                const double magnitude = std::ldexp(1.0, exponent - 127 + end);
+                const auto at = [&](int decade) { return magnitude * lines.slope[decade] + lines.offset[decade]; };
+                int lowest = 0;
+                for (int decade = 1; decade < DECADES; decade++) lowest = at(decade) < at(lowest) ? decade : lowest;
+                slope_[end][exponent % 32] = std::lround(std::ldexp(lines.slope[lowest], exponent - 126 + 8));
+                offset_[end][exponent % 32] = std::lround(std::ldexp(lines.offset[lowest] - LESS, 8));
+            }
+    }
+
+    // upper: of 32 floats. Codes are in the upper byte of each word.
+    __m512i operator()(__m512i upper) const {
+        const auto all = [](int word) { return _mm512_set1_epi16(word); };
+        const __m512i size = SIGNED ? _mm512_and_si512(upper, all(0x7FFF)) : upper;
+        const __mmask32 is_number = _mm512_cmple_epi16_mask(size, all(0x7F80));
+        const __m512i bits = _mm512_min_epi16(_mm512_max_epi16(size, all(LOWEST)), all(HIGHEST));
+        const __m512i exponent = _mm512_srli_epi16(bits, 7);
+        const __m512i mantissa = _mm512_or_si512(_mm512_slli_epi16(bits, 8), all(-0x8000));
+        const auto line = [&](int end) {
+            const __m512i slope = _mm512_permutexvar_epi16(exponent, _mm512_load_si512(slope_[end]));
+            const __m512i offset = _mm512_permutexvar_epi16(exponent, _mm512_load_si512(offset_[end]));
+            return _mm512_add_epi16(_mm512_mulhi_epu16(mantissa, slope), offset);
+        };
+        const __m512i place = _mm512_maskz_min_epu16(is_number, line(0), line(1));
+        if (!SIGNED) return place;
+        const __m512i middle = all(127 << 8);
+        return _mm512_mask_subs_epu16(_mm512_add_epi16(middle, place), _mm512_movepi16_mask(upper), middle, place);
+    }
+
+  private:
+    // Magnitudes below have the code of 0, as this one has; those above are compared with the last limit, as this one is.
+    static constexpr int LOWEST = 103 << 7, HIGHEST = (127 << 7) - 1; // 2^-24, just below 1
+    static constexpr double LESS = SIGNED ? 0.45 : 0.32;
+
+    alignas(64) std::uint16_t slope_[2][32] = {}, offset_[2][32] = {};
+};
+
 // As the portable one in dynamic_code.h.
 template <bool SIGNED> class DynamicCode {
   public:
@@ -52,57 +100,44 @@ template <bool SIGNED> class DynamicCode {
         }
     }
 
-    // In two loops: constants of both do not fit the registers.
-    void encode(float *values, float scale, std::uint8_t *codes, int n) const {
-        const __m512 divisor = _mm512_set1_ps(scale != 0 ? scale : 1);
-        alignas(64) std::uint8_t below[TILE];
+    void encode(const float *values, float scale, std::uint8_t *codes, int n) const {
+        const __m512 inverse = _mm512_set1_ps(inverse_of(scale));
         for (int start = 0; start < n; start += GROUP) {
-            __m512i code[4];
-            for (int quarter = 0; quarter < 4; quarter++) {
-                float *own = values + start + 16 * quarter;
-                const __m512 scaled = _mm512_div_ps(_mm512_loadu_ps(own), divisor);
-                _mm512_storeu_ps(own, scaled);
-                code[quarter] = codes_or_below(scaled);
-            }
-            const __m512i low = _mm512_packs_epi32(code[0], code[1]), high = _mm512_packs_epi32(code[2], code[3]);
-            _mm512_store_si512(below + start, _mm512_packus_epi16(low, high)); // negative ones become 0
-        }
-        for (int start = 0; start < n; start += GROUP) {
-            const __m512i found = _mm512_load_si512(below + start);
-            __m512 limits[4];
-            limits_.look_up(found, limits);
+            __m512 scaled[4], limits[4];
+            for (int quarter = 0; quarter < 4; quarter++)
+                scaled[quarter] = _mm512_mul_ps(_mm512_loadu_ps(values + start + 16 * quarter), inverse);
+            const __m512i below = codes_or_below(scaled);
+            limits_.look_up(turned(below), limits);
             const auto above = [&](int quarter) {
-                return _mm512_cmp_ps_mask(_mm512_loadu_ps(values + start + 16 * quarter), limits[quarter], _CMP_GT_OQ);
+                return _mm512_cmp_ps_mask(scaled[quarter], limits[quarter], _CMP_GT_OQ);
             };
             const __mmask64 all_above = _mm512_kunpackd(_mm512_kunpackw(above(3), above(2)),
                                                         _mm512_kunpackw(above(1), above(0)));
-            const __m512i code = turned(found);
-            _mm512_storeu_si512(codes + start, _mm512_mask_add_epi8(code, all_above, code, _mm512_set1_epi8(1)));
+            _mm512_storeu_si512(codes + start, _mm512_mask_add_epi8(below, all_above, below, _mm512_set1_epi8(1)));
         }
     }
 
   private:
-    // Below 0: to become 0. min(one, x) and not min(x, one): of a NaN it is the NaN, which is converted to the least int.
-    __m512i codes_or_below(__m512 value) const {
-        const __m512 one = _mm512_set1_ps(1);
-        const auto steps = [&](__m512 magnitude) {
-            const auto line = [&](int decade) {
-                return _mm512_fmadd_ps(magnitude, _mm512_set1_ps(lines_.slope[decade]),
-                                       _mm512_set1_ps(lines_.offset[decade]));
-            };
-            __m512 place = line(0);
-            for (int decade = 1; decade < DECADES; decade++) place = _mm512_min_ps(place, line(decade));
-            return _mm512_cvt_roundps_epi32(place, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512i codes_or_below(const __m512 scaled[4]) const {
+        const auto upper = [&](int one, int other) { // of two vectors, word by word in turn
+            const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(scaled[one]), 16);
+            return _mm512_mask_blend_epi16(0xAAAAAAAA, low, _mm512_castps_si512(scaled[other]));
         };
-        if (!SIGNED) return steps(_mm512_min_ps(one, value));
-        const __mmask16 is_number = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
-        const __m512i bits = _mm512_maskz_mov_epi32(is_number, _mm512_castps_si512(value));
-        const __m512 magnitude = _mm512_castsi512_ps(_mm512_and_epi32(bits, _mm512_set1_epi32(0x7FFFFFFF)));
-        // Of what is below 0: -1 - steps.
-        const __m512i turns = _mm512_xor_epi32(steps(_mm512_min_ps(one, magnitude)), _mm512_srai_epi32(bits, 31));
-        return _mm512_add_epi32(_mm512_set1_epi32(127), turns);
+        const __m512i even = search_(upper(0, 2)), odd = search_(upper(1, 3));
+        const __m512i all = _mm512_mask_blend_epi8(0xAAAAAAAAAAAAAAAA, _mm512_srli_epi16(even, 8), odd);
+        return _mm512_permutexvar_epi8(_mm512_load_si512(ORDER.place), all);
     }
 
+    // Of byte `lane` of vector `quarter`, where four vectors lie byte by byte in turn.
+    struct Order {
+        alignas(64) std::uint8_t place[64];
+        constexpr Order() : place() {
+            for (int quarter = 0; quarter < 4; quarter++)
+                for (int lane = 0; lane < 16; lane++) place[16 * quarter + lane] = 4 * lane + quarter;
+        }
+    };
+    static constexpr Order ORDER{};
+
     Table values_, limits_;
-    Lines<SIGNED> lines_;
+    CodeOrBelow<SIGNED> search_;
 };
