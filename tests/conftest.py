@@ -113,8 +113,17 @@ def smollm2_reference(smollm2_file: Path) -> tuple[Any, Any]:
         return model.eval(), transformers.AutoTokenizer.from_pretrained(where, gguf_file=name)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Files are handed to processes in the order below. pytest-xdist would begin with those of many tests, and end with
+    those of a few long ones, where one process waits for the other."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device."""
+    """Files with slow tests come first. Tests marked `gpu` are skipped where there is no CUDA device."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

@@ -128,6 +128,7 @@ def test_another_number_of_processes_than_the_layout_needs_is_said_once(place: P
     assert done.returncode != 0
     told = "dp_replicate=4 needs 4 processes (dp_replicate * dp_shard * cp * tp * pp), and there are 2; nearest layouts"
     assert done.stderr.count(told) == 1
+    assert "parallel.elastic" in done.stderr  # which would go on with fewer
     assert not (place / "runs" / "mismatch").exists()
 
 

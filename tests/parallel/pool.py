@@ -125,7 +125,7 @@ def run_warm(target: Callable[..., Any], *arguments: Any, where: Path, timeout: 
     """`target(*arguments)` in a process of its own in the directory `where`, as `python -c` would and without its two
     seconds of imports. What it raises, `SystemExit` included, ends it as it would end Python."""
     with tempfile.NamedTemporaryFile() as file:
-        process = forked(_redirected, file.name, str(where), dict(os.environ), target, arguments, daemon=False)
+        process = forked(redirected, file.name, str(where), dict(os.environ), target, arguments, daemon=False)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -135,7 +135,7 @@ def run_warm(target: Callable[..., Any], *arguments: Any, where: Path, timeout: 
     return ended
 
 
-def _redirected(
+def redirected(
     file: str, where: str, environment: dict[str, str], target: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     os.chdir(where)

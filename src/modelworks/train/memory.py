@@ -125,6 +125,17 @@ def _selective_bytes(model: ModelConfig, precision: str, seq_len: int, attention
 def _saved_bytes(model: ModelConfig, n_layers: int, precision: str, rows: int, seq_len: int) -> int:
     """Bytes of what autograd saves in a forward pass of tensors that have shapes and no data."""
     tiny = model.model_copy(update={"n_layers": n_layers, "vocab_size": 16})
+    key = (tiny.model_dump_json(), precision, rows, seq_len)
+    if key not in _counted:
+        _counted[key] = _count_saved_bytes(tiny, precision, rows, seq_len)
+    return _counted[key]
+
+
+# What `_saved_bytes` has found: it takes a while, and a run asks for the same several times, of each rank and stage.
+_counted: dict[tuple[str, str, int, int], int] = {}
+
+
+def _count_saved_bytes(tiny: ModelConfig, precision: str, rows: int, seq_len: int) -> int:
     kind = PRECISIONS[precision]
     saved: dict[int, tuple[Tensor, int]] = {}  # the tensor is kept, so that no storage's identity is used twice
 
