@@ -30,14 +30,13 @@ def train_and_serve(machine: Any) -> None:
 def test_train_and_serve(
     tiny_config: Callable[..., Any], tiny_machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny_config("train.duration=2 steps")))
+    (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny_config("train.duration=2 steps", "optimizer.name=lion")))
     os.mkfifo(tmp_path / "said")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("MODELWORKS_NATIVE_CACHE", str(tmp_path / "cache"))
-    process = forked(
-        redirected, str(tmp_path / "said"), str(tmp_path), dict(os.environ), train_and_serve, (tiny_machine,)
-    )
+    pipe, where = str(tmp_path / "said"), str(tmp_path)
+    process = forked(redirected, pipe, where, dict(os.environ), train_and_serve, (tiny_machine,))
     try:
         with (tmp_path / "said").open() as stream:
             lines = []
