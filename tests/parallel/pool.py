@@ -98,6 +98,8 @@ class WorkerPool:
         if self._store is None:
             # Port 0: the system picks a free one, so that test sessions cannot collide.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if not all(process.is_alive() for process, _ in self._workers):
+            self.stop()  # something killed one between two jobs
         while len(self._workers) < count:
             ours, theirs = multiprocessing.Pipe()
             self._workers.append((forked(_serve, theirs, self._store.port), ours))
