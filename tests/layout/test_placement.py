@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,19 +76,23 @@ def test_gradients_of_all_holders_are_summed(case: tuple[ModelConfig, ParallelCo
     stages = [[0], [1], [2], [3]] if parallel.pp_schedule == "zbv" else [[0, 1], [2, 3]]
     stages = stages if parallel.pp > 1 else [[0, 1, 2, 3]]
     plans = [plan_parameters(model, layout, parallel, rank, stages) for rank in range(layout.world_size)]
+    holders_of: dict[Any, set[int]] = {}
     for rank, own in enumerate(plans):
         for name, plan in own.items():
-            holders = {
-                r
-                for r, other in enumerate(plans)
-                if name in other and other[name].computed.bounds == plan.computed.bounds
-            }
-            joined = {rank}
-            groups = [plan.shard_group, plan.replicate_group, *plan.sums]
-            for _ in groups:  # each pass goes one group further
-                for member in list(joined):
-                    for group in groups:
-                        joined |= set(_ranks(layout, member, group, model))
+            holders_of.setdefault((name, plan.computed.bounds), set()).add(rank)
+    joined_by: dict[Any, set[int]] = {}
+    for rank, own in enumerate(plans):
+        for name, plan in own.items():
+            holders = holders_of[name, plan.computed.bounds]
+            groups = (plan.shard_group, plan.replicate_group, *plan.sums)
+            if (rank, groups) not in joined_by:
+                joined = {rank}
+                for _ in groups:  # each pass goes one group further
+                    for member in list(joined):
+                        for group in groups:
+                            joined |= set(_ranks(layout, member, group, model))
+                joined_by[rank, groups] = joined
+            joined = joined_by[rank, groups]
             alike = {r for r in holders if layout.coordinates(r).tp == layout.coordinates(rank).tp}
             # Without sequence parallelism tensor-parallel ranks compute the very same gradient of a norm.
             assert alike <= joined <= holders

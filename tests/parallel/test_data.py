@@ -99,6 +99,7 @@ def assert_bytes_and_traffic(results: list[dict[str, Any]], case: Case) -> None:
                 assert volume == pytest.approx(traffic[key], rel=1e-12), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(workers: WorkerPool, name: str) -> None:
     case = CASES[name]
@@ -107,6 +108,7 @@ def test_equals_one_process(workers: WorkerPool, name: str) -> None:
     assert_bytes_and_traffic(results, case)
 
 
+@pytest.mark.slow
 def test_sharding_sends_what_plain_data_parallelism_sends(workers: WorkerPool) -> None:
     sent = {}
     for zero, axis in ((0, "dp_replicate"), (1, "dp_shard"), (2, "dp_shard")):
@@ -115,6 +117,7 @@ def test_sharding_sends_what_plain_data_parallelism_sends(workers: WorkerPool) -
     assert sent[0] == sent[1] == sent[2] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("zero", [0, 2])
 def test_bfloat16_gradients_are_summed_in_float32(workers: WorkerPool, zero: int, deferred: bool) -> None:
@@ -245,6 +248,7 @@ EXPERT_LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("keys", EXPERT_LAYOUTS, ids=str)
 def test_experts_and_parameters_that_some_ranks_do_not_use(
@@ -278,6 +282,7 @@ def two_stages(mesh: Mesh, settings: ParallelConfig) -> dict[str, float]:
     return {name: gradient.unique().tolist() for name, gradient in gradients.items()} | {"calls": scattered}
 
 
+@pytest.mark.slow
 def test_a_parameter_of_two_stages_is_reduced_after_both(workers: WorkerPool) -> None:
     settings = parallel(dp_shard=2, zero=2)
     for result in workers.run(two_stages, Layout.of(settings), settings):
@@ -319,6 +324,7 @@ def partial_sums(mesh: Mesh, settings: ParallelConfig, group: str) -> dict[str, 
     return {"gradients": gradients, "calls": volumes[group, "all_reduce"].calls, "bytes": same}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["tp", "tied"])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_partial_gradients_are_summed_once_more(workers: WorkerPool, zero: int, group: str) -> None:
@@ -368,6 +374,7 @@ def stages(mesh: Mesh, case: Case) -> dict[str, Any]:
     return {"gradients": store.finish(), "plans": plans}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_two_stages_on_a_rank(workers: WorkerPool, zero: int, every: bool) -> None:
@@ -391,6 +398,7 @@ def with_frozen(mesh: Mesh, case: Case, frozen: list[str]) -> dict[str, Any]:
     return {"gradients": gradients, "stored": stored, "plans": {name: plans[name] for name in gradients}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_frozen_parameters_have_no_gradient_and_disturb_no_other(workers: WorkerPool, zero: int) -> None:
     frozen = ["blocks.0.attention_norm.weight", "blocks.1.feed_forward.up.weight", "embedding.weight"]
@@ -425,6 +433,7 @@ def started_before(mesh: Mesh, case: Case) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 2}], ids=str)
 def test_reduction_overlaps_with_the_backward_pass(workers: WorkerPool, axis: dict[str, int]) -> None:
     case = Case(parallel(**axis))
@@ -433,6 +442,7 @@ def test_reduction_overlaps_with_the_backward_pass(workers: WorkerPool, axis: di
         assert before >= in_all - 2  # all but the buckets that the embedding is in and the one being filled
 
 
+@pytest.mark.slow
 def test_finishing_before_the_last_backward_is_an_error(workers: WorkerPool) -> None:
     with pytest.raises(AssertionError, match="no backward was the last one for"):
         workers.run(finish_too_early, Layout(dp_replicate=2), CASES["plain"])
@@ -473,6 +483,7 @@ def test_formulas_by_hand() -> None:
     assert once["shard", "all_gather"] == 2 * 12 * 4
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_shape_is_refused(workers: WorkerPool) -> None:
     with pytest.raises(AssertionError, match=r"the parameter has shape \(50, 16\), its plan says \(51, 16\)"):
         workers.run(wrong_plan, Layout(dp_replicate=2), replace(CASES["plain"], changes={}))

@@ -202,6 +202,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("config", [DROPLESS, CAPACITY], ids=["dropless", "capacity"])
 def test_equals_one_process(workers: WorkerPool, config: ModelConfig, name: str) -> None:
@@ -214,16 +215,19 @@ def test_equals_one_process_on_eight_ranks(workers: WorkerPool, layout: Layout) 
     assert_equal_to_one_process(workers.run(compare, layout, CAPACITY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ep2-dp4", "ep4-cp2-shard2", "ep2-tp2"])
 def test_the_bias_moves_alike_everywhere(workers: WorkerPool, name: str) -> None:
     assert_equal_to_one_process(workers.run(compare, LAYOUTS[name], BIAS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ep2", "ep4"])
 def test_ranks_that_no_token_comes_to(workers: WorkerPool, name: str) -> None:
     assert_equal_to_one_process(workers.run(compare, LAYOUTS[name], BIAS, one_sided=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [{"recompute": "selective"}, {"recompute": "full"}, {"deferred": True}],
@@ -283,6 +287,7 @@ def exchange_drawn_rows(mesh: Mesh, n_draws: int) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rows_come_back_to_where_they_left(workers: WorkerPool, ranks: int) -> None:
     assert workers.run(exchange_drawn_rows, Layout(dp_shard=ranks, ep=ranks), 25) == [[]] * ranks
@@ -304,5 +309,6 @@ def unsplit(mesh: Mesh) -> bool:
     return all(parameter is before[name] for name, parameter in part.named_parameters())
 
 
+@pytest.mark.slow
 def test_without_expert_parallelism_nothing_changes(workers: WorkerPool) -> None:
     assert workers.run(unsplit, Layout(dp_shard=2)) == [True, True]

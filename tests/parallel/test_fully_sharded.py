@@ -32,6 +32,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(workers: WorkerPool, name: str) -> None:
     case = CASES[name]
@@ -40,12 +41,14 @@ def test_equals_one_process(workers: WorkerPool, name: str) -> None:
     assert_bytes_and_traffic(results, case)
 
 
+@pytest.mark.slow
 def test_sends_at_most_half_as_much_again(workers: WorkerPool) -> None:
     plain, sharded = Case(parallel(dp_replicate=2)), Case(parallel(dp_shard=2, zero=3))
     sent = [sum(workers.run(split, case.layout, case)[0]["traffic"][0].values()) for case in (plain, sharded)]
     assert 1.0 < sent[1] / sent[0] <= 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("every", [False, True])
 def test_bfloat16_gradients_are_reduced_in_float32(workers: WorkerPool, every: bool, deferred: bool) -> None:
@@ -60,6 +63,7 @@ def test_bfloat16_gradients_are_reduced_in_float32(workers: WorkerPool, every: b
     assert_bytes_and_traffic(results, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [keys for keys in EXPERT_LAYOUTS if keys.get("zero")], ids=str)
 def test_experts_on_their_own_groups(workers: WorkerPool, keys: dict[str, int]) -> None:
     settings = parallel(**{**keys, "zero": 3})
@@ -68,6 +72,7 @@ def test_experts_on_their_own_groups(workers: WorkerPool, keys: dict[str, int]) 
         assert max(errors.values()) <= 1e-11
 
 
+@pytest.mark.slow
 def test_a_parameter_of_two_stages_is_reduced_after_both(workers: WorkerPool) -> None:
     settings = parallel(dp_shard=2, zero=3)
     for result in workers.run(two_stages, Layout.of(settings), settings):
@@ -104,6 +109,7 @@ def gathering(mesh: Mesh, case: Case, gathers: str) -> dict[str, Any]:
     return {"sizes": sizes, "gathered": gathered, "plans": plans, "gradients": gradients}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gathers", ["step", "micro-batch"])
 def test_under_a_pipeline_gathered_once_a_step_or_for_each_use(workers: WorkerPool, gathers: str) -> None:
     case = CASES["even"]
@@ -136,6 +142,7 @@ def evaluation_between_steps(mesh: Mesh, case: Case) -> bool:
     return bool(before != after) and bool(after == again)
 
 
+@pytest.mark.slow
 def test_an_update_after_an_evaluation_is_seen(workers: WorkerPool) -> None:
     case = CASES["even"]
     assert all(workers.run(evaluation_between_steps, case.layout, case))
@@ -156,6 +163,7 @@ def mixture(mesh: Mesh, case: Case) -> dict[str, Any]:
     return {"gradients": store.finish(), "plans": plans}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize(
     "keys",

@@ -134,6 +134,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_every_shard_are_those_of_one_process(workers: WorkerPool, name: str) -> None:
     case = CASES[name]

@@ -130,6 +130,7 @@ def trained(mesh: Mesh, name: str) -> dict[str, Any]:
     return {"sent": sent, "routed": (left, came)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )

@@ -49,6 +49,7 @@ def test_the_trainer_accepts_every_layout(model: ModelConfig) -> None:
         assert Layout.of(candidate.parallel).world_size == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "n_devices"), [(SMALL, 4), (MIXED, 2)])
 def test_brute_force_finds_the_same_winner(model: ModelConfig, n_devices: int) -> None:
     asked, limits = job(model, n_devices, global_batch=8), Limits({"pp_partition": "auto"})
@@ -72,6 +73,7 @@ UNEVEN = Job(ModelConfig(n_layers=4, d_model=1024, n_heads=8, vocab_size=32_000,
              6, 32_768, 8)  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "headroom"), [(TIGHT, 0.9652021151652022), (UNEVEN, 0.7916412920796413)])
 def test_the_best_that_fits_is_found_whatever_the_limit(asked: Job, headroom: float) -> None:
     limits = Limits({"pp_partition": "auto"}, headroom=headroom)

@@ -54,7 +54,14 @@ def largest_difference(mesh: Mesh, changes: dict[str, Any], kv_dtype: str) -> fl
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("uneven", 2), ("uneven", 3), ("uneven", 4), ("gpt2", 2), ("qwen3", 4), ("mixtral", 2), ("window", 3)],
+    [
+        ("uneven", 2),
+        ("mixtral", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("uneven", 3), ("uneven", 4), ("gpt2", 2), ("qwen3", 4), ("window", 3))
+        ),
+    ],
 )
 def test_logits_are_those_of_one_process(workers: Any, name: str, ranks: int) -> None:
     changes = UNEVEN if name == "uneven" else FAMILIES[name]
@@ -63,6 +70,7 @@ def test_logits_are_those_of_one_process(workers: Any, name: str, ranks: int) ->
     assert others == [None] * (ranks - 1)
 
 
+@pytest.mark.slow
 def test_scaled_caches_are_shared_too(workers: Any) -> None:
     worst, _ = workers.run(largest_difference, Layout(tp=2), UNEVEN, "int8")
     assert 1e-5 < worst < 0.2

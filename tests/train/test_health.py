@@ -100,9 +100,8 @@ def spikes(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
     return [(record.step, json.loads(str(record.value))) for record in found]
 
 
-@pytest.mark.parametrize(
-    "layout", [[], pytest.param(["parallel.dp_shard=2", "parallel.zero=2"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], ["parallel.dp_shard=2", "parallel.zero=2"]])
 def test_poisoned_batches_are_left_out(
     workers: WorkerPool, tiny_config: Config, tmp_path: Path, layout: list[str]
 ) -> None:
@@ -138,6 +137,7 @@ def test_without_an_answer_a_warning(workers: WorkerPool, tiny_config: Config, t
     assert_same_weights(tmp_path / "warned", tmp_path / "off")  # watching changes nothing
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_it_would_have(workers: WorkerPool, tiny_config: Config, tmp_path: Path) -> None:
     """From a checkpoint between the first spike and the second."""
     bad = {70: "garbage", 79: "garbage", 85: "garbage"}

@@ -102,6 +102,7 @@ def test_a_stretch_of_bad_data_is_left_behind(
     assert result["val_loss"] == pytest.approx(clean_loss, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_loss_that_creeps_up_makes_the_run_go_back(workers: WorkerPool, tiny_config: Config, tmp_path: Path) -> None:
     """To before it rose, and on at a lower rate without the data in between. No step of it is a spike. What memory
     holds is from after the rise began, so the state is a checkpoint's, and the steps from there are made as they were.
@@ -133,10 +134,8 @@ def test_the_last_rung_stops_a_run_whose_weights_are_ruined(
     assert "the last good checkpoint is step-00000035" in result["failed"]
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [pytest.param(35, marks=pytest.mark.slow), 70, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (75, 105))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [35, 70, 75, 105])
 def test_a_run_cut_anywhere_ends_as_the_one_that_was_not(
     workers: WorkerPool, tiny_config: Config, tmp_path: Path, whole: Path, cut: int
 ) -> None:
@@ -185,6 +184,7 @@ def test_every_layout_goes_back_alike(
         assert_same_weights(tmp_path / "cut", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_trouble_that_comes_back_ends_the_run_with_a_report(
     workers: WorkerPool, tiny_config: Config, tmp_path: Path
 ) -> None:

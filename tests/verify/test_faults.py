@@ -22,6 +22,7 @@ def found_with(workers: WorkerPool, name: str, **more: Any) -> dict[str, Any]:
     return workers.run(verified_with, layout, name, as_text(run), n_kv_heads=run.model.n_kv_heads, **more)[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAULTS if name != "none" and name not in LOW])
 def test_fault_is_found_and_named(workers: WorkerPool, name: str) -> None:
     fault, found = FAULTS[name], found_with(workers, name)
@@ -32,6 +33,7 @@ def test_fault_is_found_and_named(workers: WorkerPool, name: str) -> None:
     assert place == fault.place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOW)
 def test_fault_that_only_low_precision_shows(workers: WorkerPool, name: str) -> None:
     assert found_with(workers, name)["equal"]
