@@ -39,7 +39,7 @@ def test_train_and_serve(
     process = forked(redirected, pipe, where, dict(os.environ), train_and_serve, (tiny_machine,))
     try:
         with (tmp_path / "said").open() as stream:
-            lines = []
+            lines: list[str] = []
             while not (lines and lines[-1].startswith('{"url"')):
                 lines.append(stream.readline())
                 assert lines[-1], "".join(lines)
