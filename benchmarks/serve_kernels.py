@@ -1,9 +1,9 @@
 """Speed of an executor's steps on a real model, without scheduler, sampler or server.
 
-    python -m benchmarks.serve_kernels [--executor native] [--dtype bf16] [--threads 2] [--write]
+    python -m benchmarks.serve_kernels [--executor native] [--dtype bf16] [--kv-dtype int8] [--context 128] [--write]
 
-Prefill: one prompt in one step, logits of its last token. Decode: `batch` sequences with a context of 128 tokens go on
-for 32 steps; the time of a step is the median over steps, so that what disturbs the machine now and then does not
+Prefill: one prompt in one step, logits of its last token. Decode: `batch` sequences with a context of 128 tokens (or as
+many as told) go on for 32 steps; the time of a step is the median over steps, so that what disturbs the machine now and then does not
 count. Beside tokens per second stand bytes of weights and cache per second and operations per second, each as a share
 of what this machine reaches in the same run reading those weights, and multiplying registers.
 
@@ -28,10 +28,11 @@ from modelworks.config import ModelConfig
 from modelworks.native import load
 from modelworks.serve.batch import RaggedBatch
 from modelworks.serve.executor import Executor, build_executor
+from modelworks.serve.kv_cache import KV_DTYPES, kv_bytes_per_block
 from modelworks.serve.native_executor import NativeExecutor
 
 CONTEXT, NEW = 128, 32
-BLOCK = 16
+BLOCK, CHUNK = 16, 512
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -65,31 +66,20 @@ def prefill(executor: Executor, length: int, rounds: int) -> float:
     return min(seconds_of(executor, batch_of([0], length, widest)) for _ in range(rounds))
 
 
-def decode(executor: Executor, n: int, rounds: int) -> float:
-    widest = -(-(CONTEXT + NEW) // BLOCK)
-    for start in range(0, n, 4):  # four prompts at a time; sequences of a later step have later blocks
-        few = batch_of([0] * n, CONTEXT, widest)
-        owners = torch.arange(start, min(n, start + 4))
-        take = (owners[:, None] * CONTEXT + torch.arange(CONTEXT)).flatten()
-        executor.run(
-            RaggedBatch(
-                tokens=few.tokens[take],
-                positions=few.positions[take],
-                slots=few.slots[take],
-                starts=(torch.arange(len(owners) + 1) * CONTEXT).to(torch.int32),
-                lengths=few.lengths[owners],
-                tables=few.tables[owners],
-                wanted=(torch.arange(1, len(owners) + 1)) * CONTEXT - 1,
-            )
-        )
-    steps = [batch_of([CONTEXT + i] * n, 1, widest) for i in range(NEW)]
+def decode(executor: Executor, n: int, context: int, rounds: int) -> float:
+    widest = -(-(context + NEW) // BLOCK)
+    for start in range(0, context, CHUNK):  # one prompt; the others have copies of its blocks
+        executor.run(batch_of([start], min(CHUNK, context - start), widest))
+    filled = range(-(-context // BLOCK))
+    executor.copy_blocks([(block, other * widest + block) for other in range(1, n) for block in filled])
+    steps = [batch_of([context + i] * n, 1, widest) for i in range(NEW)]
     return statistics.median(seconds_of(executor, step) for _ in range(rounds) for step in steps)
 
 
-def phases(executor: NativeExecutor, size: int, kind: str) -> dict[str, float]:
+def phases(executor: NativeExecutor, size: int, kind: str, context: int) -> dict[str, float]:
     """Seconds of a step by phase, as its calling thread sees them."""
-    widest = -(-(CONTEXT + NEW) // BLOCK) if kind == "decode" else -(-size // BLOCK)
-    step = batch_of([CONTEXT + 16] * size, 1, widest) if kind == "decode" else batch_of([0], size, widest)
+    widest = -(-(context + NEW) // BLOCK) if kind == "decode" else -(-size // BLOCK)
+    step = batch_of([context + 16] * size, 1, widest) if kind == "decode" else batch_of([0], size, widest)
     before, rounds = executor.seconds(), 50 if kind == "decode" else 5
     started = time.perf_counter()
     for _ in range(rounds):
@@ -101,12 +91,15 @@ def phases(executor: NativeExecutor, size: int, kind: str) -> dict[str, float]:
     return spent
 
 
-def costs(config: ModelConfig, n: int, count: int, width: int, kv_width: int) -> tuple[float, float]:
-    """Bytes read and operations of a step: `count` new tokens of each of `n` sequences, one row of logits each."""
+def costs(config: ModelConfig, n: int, count: int, context: int, width: int, kv_dtype: str) -> tuple[float, float]:
+    """Bytes read and operations of a step: `count` new tokens of each of `n` sequences, one row of logits each.
+
+    context: tokens before them, where there is one. width: bytes of a weight.
+    """
     head = config.vocab_size * config.d_model
     layer = config.d_model * (2 * config.d_attention + 2 * config.d_kv) + 3 * config.d_model * config.d_ff
-    seen = CONTEXT + NEW / 2 if count == 1 else (count + 1) / 2
-    keys = config.n_layers * 2 * config.d_kv * kv_width * n * (seen if count == 1 else count)
+    seen = context + NEW / 2 if count == 1 else (count + 1) / 2
+    keys = kv_bytes_per_block(config, 1, kv_dtype) * n * (seen if count == 1 else count)
     attention = 4 * config.n_layers * config.d_attention * n * count * seen
     return (
         (head + config.n_layers * layer) * width + keys,
@@ -131,20 +124,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     model = load_model(str(smollm2()), dtype=dtype).model
     model.requires_grad_(False)
     executor: Executor
+    n_blocks = max(512, max(arguments.batches) * -(-(arguments.context + NEW) // BLOCK))
+    room = {"n_blocks": n_blocks, "block_size": BLOCK, "kv_dtype": arguments.kv_dtype}
     if arguments.executor == "native":
-        executor = NativeExecutor(model, n_blocks=512, block_size=BLOCK, profile=arguments.profile)
+        executor = NativeExecutor(model, **room, profile=arguments.profile)
     else:
-        executor = build_executor(model, n_blocks=512, block_size=BLOCK, native="off")
+        executor = build_executor(model, **room, native="off")
     most_bytes, most_operations = limits_of(arguments, executor)
     print(f"limits: {most_bytes / 1e9:.1f} GB/s, {most_operations / 1e9:.0f} GFLOP/s, {arguments.threads} threads")
     rows = []
-    for kind, size in [("prefill", 128), ("prefill", 512), *(("decode", n) for n in arguments.batches)]:
+    prompts = [("prefill", length) for length in arguments.prompts]
+    for kind, size in [*prompts, *(("decode", n) for n in arguments.batches)]:
         if kind == "prefill":
             prefill(executor, size, 1)
             seconds, n, count = prefill(executor, size, arguments.rounds), 1, size
         else:
-            seconds, n, count = decode(executor, size, arguments.rounds), size, 1
-        n_bytes, operations = costs(model.config, n, count, dtype.itemsize, dtype.itemsize)
+            seconds, n, count = decode(executor, size, arguments.context, arguments.rounds), size, 1
+        n_bytes, operations = costs(model.config, n, count, arguments.context, dtype.itemsize, executor.kv_dtype)
         row = {
             "kind": kind, "size": size, "seconds": seconds, "tokens_per_second": n * count / seconds,
             "gigabytes_per_second": n_bytes / seconds / 1e9, "share_of_bytes": n_bytes / seconds / most_bytes,
@@ -152,7 +148,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         }  # fmt: skip
         rows.append(row)
         if arguments.profile and isinstance(executor, NativeExecutor):
-            row["phases"] = phases(executor, size, kind)
+            row["phases"] = phases(executor, size, kind, arguments.context)
         print(
             f"{kind} {size:4}: {seconds * 1e3:8.2f} ms {row['tokens_per_second']:8.1f} tokens/s  "
             f"{row['gigabytes_per_second']:5.1f} GB/s ({row['share_of_bytes']:.0%})  "
@@ -162,6 +158,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "executor": arguments.executor,
         "dtype": arguments.dtype,
+        "kv_dtype": executor.kv_dtype,
+        "context": arguments.context,
         "threads": arguments.threads,
         "bytes_per_second": most_bytes,
         "operations_per_second": most_operations,
@@ -173,7 +171,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--executor", choices=("native", "torch"), default="native")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens before those that are decoded")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
@@ -181,7 +182,8 @@ def main() -> None:
     arguments = parser.parse_args()
     results = measure(arguments)
     if arguments.write:
-        print(write_results(f"serve_kernels_{arguments.executor}_{arguments.dtype}", results))
+        cache = "" if arguments.kv_dtype == "auto" and arguments.context == CONTEXT else f"_{results['kv_dtype']}_cache"
+        print(write_results(f"serve_kernels_{arguments.executor}_{arguments.dtype}{cache}", results))
 
 
 if __name__ == "__main__":

@@ -49,12 +49,14 @@ def resolve_kv_dtype(kv_dtype: str, model_dtype: torch.dtype) -> str:
     return kv_dtype
 
 
-def kv_bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: str) -> int:
-    """What a block takes in all layers. kv_dtype: resolved."""
-    vectors = 2 * config.n_layers * block_size * config.n_kv_heads
+def kv_bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: str, *, lanes: int = 1) -> int:
+    """What a block takes in all layers. kv_dtype: resolved. lanes: of what numbers of tokens, and of channels in a head,
+    are filled up to multiples."""
+    vectors = 2 * config.n_layers * (block_size + -block_size % lanes) * config.n_kv_heads
+    channels = config.head_dim + -config.head_dim % lanes
     if kv_dtype in _PLAIN:
-        return vectors * config.head_dim * _PLAIN[kv_dtype].itemsize
-    return vectors * (config.head_dim + _SCALE_BYTES)
+        return vectors * channels * _PLAIN[kv_dtype].itemsize
+    return vectors * (channels + _SCALE_BYTES)
 
 
 class KVCache:

@@ -22,9 +22,11 @@ from modelworks.config.mup import query_multiplier
 from modelworks.models import Transformer
 from modelworks.native import Unavailable, load
 from modelworks.serve.batch import RaggedBatch
+from modelworks.serve.kv_cache import kv_bytes_per_block
 from modelworks.serve.native_weights import LANES, LayerWeights, ModelWeights, NativeWeights, large_pages
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_CACHES = (*_DTYPES, "int8", "fp8")  # as `CacheKind` of kernels/interface.h counts them
 _ACTIVATIONS = {"swiglu": 0, "geglu": 1, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _PHASES = ("embedding", "norms", "qkv", "attention", "output", "up", "down", "head", "waiting")
 _FLAGS = ("-fvisibility=hidden", "-ffp-contract=fast")
@@ -52,19 +54,16 @@ class NativeExecutor:
         n_threads: int | None = None,
         profile: bool = False,
     ) -> None:
-        if reason := _unsupported(model, kv_dtype):
+        if reason := unsupported(model, kv_dtype):
             raise Unavailable(reason)
         self._library = _library(profile)
         self.config, self.n_blocks, self.block_size = model.config, n_blocks, block_size
         self._weights = NativeWeights(model)
-        dtype = self._weights.dtype if kv_dtype == "auto" else _DTYPES[kv_dtype]
-        self.kv_dtype = next(name for name, each in _DTYPES.items() if each == dtype)
-        config = model.config
-        tiles = -(-block_size // LANES)
-        layer_bytes = 2 * config.n_kv_heads * tiles * LANES * (-(-config.head_dim // LANES) * LANES) * dtype.itemsize
-        self.bytes_per_block = config.n_layers * layer_bytes
+        own = next(name for name, dtype in _DTYPES.items() if dtype == self._weights.dtype)
+        self.kv_dtype = own if kv_dtype == "auto" else kv_dtype
+        self.bytes_per_block = kv_bytes_per_block(self.config, block_size, self.kv_dtype, lanes=LANES)
         self._cache = large_pages(n_blocks * self.bytes_per_block)
-        half = n_blocks * layer_bytes // 2
+        half = n_blocks * self.bytes_per_block // self.config.n_layers // 2  # a layer's keys, or values
         for i, layer in enumerate(self._weights.layers):
             layer.keys = self._cache.data_ptr() + 2 * i * half
             layer.values = layer.keys + half
@@ -74,7 +73,7 @@ class NativeExecutor:
         self._angles: list[Tensor] = []  # cosines and sines of all positions so far
         self._rotations: tuple[int | None, int | None, int] = (None, None, model.config.max_seq_len)
         self._rotate_up_to(1)
-        shape = _shape(model, dtype, n_blocks, block_size, n_threads or torch.get_num_threads())
+        shape = _shape(model, self.kv_dtype, n_blocks, block_size, n_threads or torch.get_num_threads())
         self._engine: int | None = self._library.modelworks_serve_open(
             ctypes.byref(shape), ctypes.byref(self._weights.model)
         )
@@ -145,7 +144,7 @@ class NativeExecutor:
         return True
 
 
-def _unsupported(model: Transformer, kv_dtype: str) -> str | None:
+def unsupported(model: Transformer, kv_dtype: str) -> str | None:
     """Why compiled steps cannot be had of this model, or None."""
     config, part = model.config, model.part
     scaling = config.rope_scaling.type if config.rope_scaling else None
@@ -162,7 +161,7 @@ def _unsupported(model: Transformer, kv_dtype: str) -> str | None:
             len(dtypes) != 1 or not dtypes <= set(_DTYPES.values()),
             f"its weights are {_names(dtypes)}, not fp32 or bf16",
         ),
-        (kv_dtype not in ("auto", *_DTYPES), f"the cache is {kv_dtype}, not fp32 or bf16"),
+        (kv_dtype not in ("auto", *_CACHES), f"the cache is {kv_dtype}, not {', '.join(_CACHES)}"),
     ]
     return next((reason for applies, reason in reasons if applies), None)
 
@@ -180,14 +179,14 @@ class _Shape(ctypes.Structure):
             for name in (
                 *("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size"),
                 *("norm_kind", "activation", "gated", "residual", "window"),
-                *("weights_are_bfloat16", "cache_is_bfloat16", "n_blocks", "block_size", "n_threads"),
+                *("weights_are_bfloat16", "cache_kind", "n_blocks", "block_size", "n_threads"),
             )
         ),
         *((name, ctypes.c_float) for name in ("norm_epsilon", "score_scale", "output_multiplier")),
     ]
 
 
-def _shape(model: Transformer, kv_dtype: torch.dtype, n_blocks: int, block_size: int, n_threads: int) -> _Shape:
+def _shape(model: Transformer, kv_dtype: str, n_blocks: int, block_size: int, n_threads: int) -> _Shape:
     config = model.config
     return _Shape(
         **{name: getattr(config, name) for name in ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim")},
@@ -196,7 +195,7 @@ def _shape(model: Transformer, kv_dtype: torch.dtype, n_blocks: int, block_size:
         activation=_ACTIVATIONS[config.feed_forward],
         window=min(config.sliding_window or 0, 2**31 - 1),
         weights_are_bfloat16=next(model.parameters()).dtype == torch.bfloat16,
-        cache_is_bfloat16=kv_dtype == torch.bfloat16,
+        cache_kind=_CACHES.index(kv_dtype),
         n_blocks=n_blocks,
         block_size=block_size,
         n_threads=n_threads,

@@ -7,11 +7,14 @@
 // head, heads after one another. With depth D (`Products`), of elements per 32-bit lane, tiles are
 //   keys    [head_dim / D][16 keys][D]      so that 16 scores are 16 lanes
 //   values  [16 keys / D][head_dim][D]      so that channels are lanes
+// Codes (cache_format.h) lie in the same order, D being that of what they are multiplied as, and their 16 scales behind
+// them. A group of tiles is widened once for all of its rows, into memory that stays in the nearest cache.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
+#include "cache_format.h"
 #include "tiles.h"
 
 namespace modelworks {
@@ -31,8 +34,10 @@ constexpr int kAttentionRows = 1;
 struct CacheShape {
   int n_kv_heads, head_dim, padded_dim;  // padded to whole vectors
   int block_size, tiles_per_block;
+  int scale_size;  // elements of the cache that the scale of one vector takes
 
-  ptrdiff_t tile_size() const { return ptrdiff_t{kTileKeys} * padded_dim; }
+  ptrdiff_t tile_numbers() const { return ptrdiff_t{kTileKeys} * padded_dim; }
+  ptrdiff_t tile_size() const { return tile_numbers() + kTileKeys * scale_size; }
   ptrdiff_t block_elements() const { return tile_size() * tiles_per_block * n_kv_heads; }
   int n_tiles(int n_keys) const {
     return n_keys / block_size * tiles_per_block + divide_up(n_keys % block_size, kTileKeys);
@@ -41,17 +46,24 @@ struct CacheShape {
   int keys_in(int tile) const { return std::min(kTileKeys, block_size - tile % tiles_per_block * kTileKeys); }
 };
 
-template <class Kv>
+template <class Stored>
 struct LayerCache {
-  Kv* keys;
-  Kv* values;
+  Stored* keys;
+  Stored* values;
 };
 
+// The scales of a tile of codes.
+template <class Stored>
+auto* scales_of(const CacheShape& shape, Stored* tile) {
+  using Scale = std::conditional_t<std::is_const_v<Stored>, const float, float>;
+  return reinterpret_cast<Scale*>(tile + shape.tile_numbers());
+}
+
 // One head of one sequence's cache.
-template <class Kv>
+template <class Stored>
 struct HeadCache {
   const CacheShape& shape;
-  LayerCache<Kv> layer;
+  LayerCache<Stored> layer;
   const int32_t* table;  // blocks of the sequence
   int head;
   const int32_t* key_positions;  // of each slot; for windows
@@ -156,29 +168,38 @@ void mix_some_rows(int n_rows, const Kv* weights, const Kv* const* tiles, int n_
   mix_channels<Kv, kRows>(weights, tiles, n_keys, padded_dim, mixed);
 }
 
-// Scores (kGroupKeys,) of one row become weights; what was mixed before is brought to their scale.
-template <class Kv>
-void soften(float* scores, Kv* weights, float& best, float& total, float* mixed, int padded_dim) {
+// Scores (kGroupKeys,) of one row become weights of the values as they are stored: of codes, times their scales. What was
+// mixed before is brought to their scale.
+template <class Stored, class Kv>
+void soften(const CacheShape& shape, const Stored* const* values, float* scores, Kv* weights, float& best, float& total,
+            float* mixed) {
   Floats score[kGroupTiles];
   for (int v = 0; v < kGroupTiles; v++) score[v] = load(scores + v * kLanes);
   const float here = largest_of(larger(larger(score[0], score[1]), larger(score[2], score[3])));
   if (here > best) {
     const Floats scale = power_of_two(broadcast(best - here));
     total *= scale[0];
-    for (int i = 0; i < padded_dim; i += kLanes) store(mixed + i, load(mixed + i) * scale);
+    for (int i = 0; i < shape.padded_dim; i += kLanes) store(mixed + i, load(mixed + i) * scale);
     best = here;
   }
   Floats sum = {};
   for (int v = 0; v < kGroupTiles; v++) {
-    store(weights + v * kLanes, power_of_two(score[v] - best));
-    sum += load(weights + v * kLanes);  // as rounded: so the weights that are used sum to one
+    const Floats weight = power_of_two(score[v] - best);
+    if constexpr (kIsCode<Stored>) {
+      sum += weight;
+      const Floats scaled = weight * load(scales_of(shape, values[v]));
+      store(weights + v * kLanes, weight == 0.0f ? weight : scaled);  // what is hidden may have any scale
+    } else {
+      store(weights + v * kLanes, weight);
+      sum += load(weights + v * kLanes);  // as rounded: so the weights that are used sum to one
+    }
   }
   total += sum_of(sum);
 }
 
 // Hides from one row what it may not see of a group of tiles.
-template <class Kv>
-void hide(const HeadCache<Kv>& cache, const Sight& sight, bool has_window, int first_tile, int n_tiles, float* scores) {
+template <class Stored>
+void hide(const HeadCache<Stored>& cache, const Sight& sight, bool has_window, int first_tile, int n_tiles, float* scores) {
   const Floats hidden = broadcast(-INFINITY);
   for (int v = 0; v < kGroupTiles; v++) {
     const int tile = first_tile + v;
@@ -192,17 +213,40 @@ void hide(const HeadCache<Kv>& cache, const Sight& sight, bool has_window, int f
 }
 
 // Asks for a tile before it is needed. Tiles lie where blocks happen to be, so that the processor cannot foresee them.
-template <class Kv>
-void fetch_tile(const CacheShape& shape, const Kv* tile) {
+template <class Stored>
+void fetch_tile(const CacheShape& shape, const Stored* tile) {
   const char* from = reinterpret_cast<const char*>(tile);
-  for (ptrdiff_t i = 0; i < shape.tile_size() * ptrdiff_t{sizeof(Kv)}; i += 64) __builtin_prefetch(from + i, 0, 2);
+  for (ptrdiff_t i = 0; i < shape.tile_size() * ptrdiff_t{sizeof(Stored)}; i += 64)
+    __builtin_prefetch(from + i, 0, 2);
 }
 
-// The softmax of `queries` (n_rows, padded_dim) over tiles `begin` to `end`, of which no row sees more than `n_keys`.
-// scores: scratch (n_rows, kGroupKeys); weights: likewise.
+// Tiles as they are multiplied: where they lie, or in `wide`. The last one up to `n_numbers`.
+template <class Stored, class Kv>
+void widen_tiles(const CacheShape& shape, const Stored* const* tiles, int n_tiles, ptrdiff_t n_numbers, Kv* wide,
+                 const Kv** out) {
+  for (int v = 0; v < kGroupTiles; v++) {
+    if constexpr (kIsCode<Stored>) {
+      out[v] = wide + std::min(v, n_tiles - 1) * shape.tile_numbers();
+      if (v < n_tiles)
+        widen(tiles[v], v == n_tiles - 1 ? n_numbers : shape.tile_numbers(), wide + v * shape.tile_numbers());
+    } else {
+      out[v] = tiles[v];
+    }
+  }
+}
+
+// Memory for one group: scores and weights (n_rows, kGroupKeys), and kGroupTiles tiles.
 template <class Kv>
-void attend_tiles(const HeadCache<Kv>& cache, const Kv* queries, const Sight* sights, int n_rows, bool has_window,
-                  int n_keys, int begin, int end, float* scores, Kv* weights, Softmax softmax) {
+struct GroupScratch {
+  float* scores;
+  Kv* weights;
+  Kv* wide;
+};
+
+// The softmax of `queries` (n_rows, padded_dim) over tiles `begin` to `end`, of which no row sees more than `n_keys`.
+template <class Stored, class Kv>
+void attend_tiles(const HeadCache<Stored>& cache, const Kv* queries, const Sight* sights, int n_rows, bool has_window,
+                  int n_keys, int begin, int end, GroupScratch<Kv> scratch, Softmax softmax) {
   const CacheShape& shape = cache.shape;
   const int padded_dim = shape.padded_dim;
   softmax.clear(n_rows, padded_dim);
@@ -219,8 +263,9 @@ void attend_tiles(const HeadCache<Kv>& cache, const Kv* queries, const Sight* si
       }
       if (!seen) continue;
     }
-    const Kv* keys[kGroupTiles];
-    const Kv* values[kGroupTiles];
+    const Stored* keys[kGroupTiles];
+    const Stored* values[kGroupTiles];
+    const Kv* columns[kGroupTiles];
     bool whole = n_tiles == kGroupTiles && !has_window;
     for (int v = 0; v < kGroupTiles; v++) {
       const ptrdiff_t offset = cache.offset(first + std::min(v, n_tiles - 1));
@@ -228,53 +273,61 @@ void attend_tiles(const HeadCache<Kv>& cache, const Kv* queries, const Sight* si
       whole = whole && shape.keys_in(first + v) == kTileKeys && shape.first_key(first + v) + kTileKeys <= fewest;
     }
     for (int v = 0; v < n_tiles; v++) fetch_tile(shape, values[v]);
+    widen_tiles(shape, keys, n_tiles, shape.tile_numbers(), scratch.wide, columns);
     for (int r = 0; r < n_rows; r += kAttentionRows)
-      score_some_rows<Kv>(std::min(kAttentionRows, n_rows - r), queries + ptrdiff_t{r} * padded_dim, padded_dim, keys,
-                          scores + ptrdiff_t{r} * kGroupKeys);
+      score_some_rows<Kv>(std::min(kAttentionRows, n_rows - r), queries + ptrdiff_t{r} * padded_dim, padded_dim, columns,
+                          scratch.scores + ptrdiff_t{r} * kGroupKeys);
     for (int tile = first + kGroupTiles; tile < std::min(end, first + 2 * kGroupTiles); tile++)
       fetch_tile(shape, cache.layer.keys + cache.offset(tile));
     for (int r = 0; r < n_rows; r++) {
-      float* row = scores + ptrdiff_t{r} * kGroupKeys;
+      float* row = scratch.scores + ptrdiff_t{r} * kGroupKeys;
+      if constexpr (kIsCode<Stored>) {
+        for (int v = 0; v < kGroupTiles; v++)
+          store(row + v * kLanes, load(row + v * kLanes) * load(scales_of(shape, keys[v])));
+      }
       if (!whole) hide(cache, sights[r], has_window, first, n_tiles, row);
-      soften(row, weights + ptrdiff_t{r} * kGroupKeys, softmax.best[r], softmax.total[r],
-             softmax.mixed + ptrdiff_t{r} * padded_dim, padded_dim);
+      soften(shape, values, row, scratch.weights + ptrdiff_t{r} * kGroupKeys, softmax.best[r], softmax.total[r],
+             softmax.mixed + ptrdiff_t{r} * padded_dim);
     }
     // Lanes from here on hold nothing of this sequence. Tiles that are not full lie at the end, or in small blocks.
     const int last = first + n_tiles - 1;
     const int in_last = std::min(shape.keys_in(last), n_keys - shape.first_key(last));
     const int lanes = (n_tiles - 1) * kTileKeys + in_last;
+    widen_tiles(shape, values, n_tiles, ptrdiff_t{round_up(in_last, Products<Kv>::kDepth)} * padded_dim, scratch.wide,
+                columns);
     for (int r = 0; r < n_rows; r += kAttentionRows)
-      mix_some_rows<Kv>(std::min(kAttentionRows, n_rows - r), weights + ptrdiff_t{r} * kGroupKeys, values, lanes,
-                        padded_dim, softmax.mixed + ptrdiff_t{r} * padded_dim);
+      mix_some_rows<Kv>(std::min(kAttentionRows, n_rows - r), scratch.weights + ptrdiff_t{r} * kGroupKeys, columns,
+                        lanes, padded_dim, softmax.mixed + ptrdiff_t{r} * padded_dim);
   }
 }
 
-// Stores a key and a value (head_dim,) at `offset` of a block.
+// Stores a key and a value (padded_dim,) in `slot`. codes: scratch (padded_dim,).
 // next_is_stored: the key after it is of this step too, and may be stored by another thread at the same time.
-template <class Kv>
-void store_key_value(const CacheShape& shape, LayerCache<Kv> layer, int head, int64_t slot, bool next_is_stored,
-                     const float* key, const float* value) {
+template <class Stored, class Kv>
+void store_key_value(const CacheShape& shape, LayerCache<Stored> layer, int head, int64_t slot, bool next_is_stored,
+                     const float* key, const float* value, Stored* codes) {
   constexpr int kDepth = Products<Kv>::kDepth;
   const ptrdiff_t block = slot / shape.block_size;
   const int in_block = static_cast<int>(slot % shape.block_size);
   const int lane = in_block % kTileKeys;
   const ptrdiff_t tile = block * shape.block_elements() +
                          (ptrdiff_t{head} * shape.tiles_per_block + in_block / kTileKeys) * shape.tile_size();
-  alignas(64) Kv narrow[kLanes];
-  // A value's neighbour in the lane is multiplied with a weight of zero until it is stored: it must be finite.
-  const bool clear_neighbour = kDepth == 2 && lane % 2 == 0 && !(next_is_stored && in_block + 1 < shape.block_size);
-  for (int i = 0; i < shape.padded_dim; i += kLanes) {
-    store(narrow, load(key + i));
-    for (int c = 0; c < kLanes; c++) {
-      const int channel = i + c;
-      layer.keys[tile + ptrdiff_t{channel / kDepth * kTileKeys + lane} * kDepth + channel % kDepth] = narrow[c];
-    }
-    store(narrow, load(value + i));
-    for (int c = 0; c < kLanes; c++) {
-      Kv* pair = layer.values + tile + (ptrdiff_t{lane / kDepth} * shape.padded_dim + i + c) * kDepth;
-      pair[lane % kDepth] = narrow[c];
-      if (clear_neighbour) pair[1] = Kv{};
-    }
+  // A value's neighbour in the lane is multiplied with a weight of zero until it is stored: it must be finite, as codes
+  // always are.
+  const bool clear_neighbour =
+      kDepth == 2 && !kIsCode<Stored> && lane % 2 == 0 && !(next_is_stored && in_block + 1 < shape.block_size);
+  const float key_scale = encode(key, shape.padded_dim, codes);
+  for (int c = 0; c < shape.padded_dim; c++)
+    layer.keys[tile + ptrdiff_t{c / kDepth * kTileKeys + lane} * kDepth + c % kDepth] = codes[c];
+  const float value_scale = encode(value, shape.padded_dim, codes);
+  for (int c = 0; c < shape.padded_dim; c++) {
+    Stored* pair = layer.values + tile + (ptrdiff_t{lane / kDepth} * shape.padded_dim + c) * kDepth;
+    pair[lane % kDepth] = codes[c];
+    if (clear_neighbour) pair[1] = Stored{};
+  }
+  if constexpr (kIsCode<Stored>) {
+    scales_of(shape, layer.keys + tile)[lane] = key_scale;
+    scales_of(shape, layer.values + tile)[lane] = value_scale;
   }
 }
 

@@ -31,11 +31,11 @@ BatchError Engine::check(const Batch& batch) const {
   return kFine;
 }
 
-template <class Element, class Kv>
-TypedEngine<Element, Kv>::TypedEngine(const ModelShape& shape, const ModelWeights& weights)
+template <class Element, class Stored>
+TypedEngine<Element, Stored>::TypedEngine(const ModelShape& shape, const ModelWeights& weights)
     : Engine(shape, weights),
       cache_{shape.n_kv_heads, shape.head_dim, round_up(shape.head_dim, kLanes), shape.block_size,
-             divide_up(shape.block_size, kTileKeys)},
+             divide_up(shape.block_size, kTileKeys), kScaleSize<Stored>},
       n_query_columns_(shape.n_heads * shape.head_dim),
       n_key_columns_(shape.n_kv_heads * shape.head_dim),
       heads_per_group_(shape.n_heads / shape.n_kv_heads),
@@ -50,6 +50,8 @@ TypedEngine<Element, Kv>::TypedEngine(const ModelShape& shape, const ModelWeight
     scratch.normed.grow(kAloneRows * stream_stride_);
     scratch.queries.grow(rows * cache_.padded_dim);
     scratch.weights.grow(rows * kGroupKeys);
+    if (kIsCode<Stored>) scratch.wide.grow(kGroupTiles * cache_.tile_numbers());
+    scratch.codes.grow(cache_.padded_dim);
     scratch.scores.grow(rows * kGroupKeys);
     scratch.head.grow(2 * cache_.padded_dim);
     for (Buffer<float>* each : {&scratch.best, &scratch.total, &scratch.merged_best, &scratch.merged_total})
@@ -59,8 +61,8 @@ TypedEngine<Element, Kv>::TypedEngine(const ModelShape& shape, const ModelWeight
   }
 }
 
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::run(const Batch& batch) {
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::run(const Batch& batch) {
   plan_.make(batch, cache_, heads_per_group_);
   grow(batch);
   if (shape_.window > 0)
@@ -72,8 +74,8 @@ void TypedEngine<Element, Kv>::run(const Batch& batch) {
 }
 
 // On every thread. `batch_` and `plan_` are for pieces of work alone: see threads.h.
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::run_thread(Turn& turn) {
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::run_thread(Turn& turn) {
   const int n = static_cast<int>(turn.numbers[0]), n_wanted = static_cast<int>(turn.numbers[1]);
   const Activation activation = static_cast<Activation>(shape_.activation);
   const auto nothing = [] {};
@@ -124,18 +126,18 @@ void TypedEngine<Element, Kv>::run_thread(Turn& turn) {
                     });
 }
 
-template <class Element, class Kv>
+template <class Element, class Stored>
 template <class Function>
-void TypedEngine<Element, Kv>::phase(Turn& turn, Phase kind, int n_pieces, Function&& do_piece) {
+void TypedEngine<Element, Stored>::phase(Turn& turn, Phase kind, int n_pieces, Function&& do_piece) {
   turn.take(n_pieces, do_piece);
   phases_.mark(turn.thread, kind);
   turn.wait(n_pieces);
   phases_.mark(turn.thread, Phase::kWaiting);
 }
 
-template <class Element, class Kv>
+template <class Element, class Stored>
 template <class Prepare, class Finish>
-void TypedEngine<Element, Kv>::product(Turn& turn, Phase kind, const Element* a, ptrdiff_t stride, int n_rows,
+void TypedEngine<Element, Stored>::product(Turn& turn, Phase kind, const Element* a, ptrdiff_t stride, int n_rows,
                                        const PackedWeight<Element>& weight, const PackedWeight<Element>& following,
                                        Prepare prepare, Finish finish) {
   Product<Element, Prepare, Finish> product(turn, a, stride, n_rows, weight, following, prepare, finish);
@@ -143,9 +145,9 @@ void TypedEngine<Element, Kv>::product(Turn& turn, Phase kind, const Element* a,
 }
 
 // The product of the residual stream's rows (the wanted ones, or all) under a norm.
-template <class Element, class Kv>
+template <class Element, class Stored>
 template <class Finish>
-void TypedEngine<Element, Kv>::product_of_normed(Turn& turn, Phase kind, const Norm& norm, int n_rows, bool wanted,
+void TypedEngine<Element, Stored>::product_of_normed(Turn& turn, Phase kind, const Norm& norm, int n_rows, bool wanted,
                                                  const PackedWeight<Element>& weight,
                                                  const PackedWeight<Element>& following, Finish finish) {
   const auto normalise_row = [&](int i, Element* rows) {
@@ -165,8 +167,8 @@ void TypedEngine<Element, Kv>::product_of_normed(Turn& turn, Phase kind, const N
   product(turn, kind, alone, stream_stride_, n_rows, weight, following, prepare, finish);
 }
 
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::embed(int token) {
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::embed(int token) {
   const auto* table = static_cast<const Element*>(weights_.embedding) + batch_->tokens[token] * shape_.d_model;
   const auto* positions = static_cast<const Element*>(weights_.positions);
   float* x = stream_.data() + ptrdiff_t{token} * stream_stride_;
@@ -178,13 +180,13 @@ void TypedEngine<Element, Kv>::embed(int token) {
   }
 }
 
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::copy_blocks(const int64_t* pairs, int64_t n_pairs) {
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::copy_blocks(const int64_t* pairs, int64_t n_pairs) {
   const ptrdiff_t size = cache_.block_elements();
   for (const LayerWeights& layer : layers_)
-    for (Kv* memory : {cache(layer).keys, cache(layer).values})
+    for (Stored* memory : {cache(layer).keys, cache(layer).values})
       for (int64_t i = 0; i < n_pairs; i++)
-        std::memcpy(memory + pairs[2 * i + 1] * size, memory + pairs[2 * i] * size, size * sizeof(Kv));
+        std::memcpy(memory + pairs[2 * i + 1] * size, memory + pairs[2 * i] * size, size * sizeof(Stored));
   if (shape_.window == 0) return;
   int32_t* positions = weights_.key_positions;
   for (int64_t i = 0; i < n_pairs; i++)
@@ -192,8 +194,8 @@ void TypedEngine<Element, Kv>::copy_blocks(const int64_t* pairs, int64_t n_pairs
                 shape_.block_size * sizeof(int32_t));
 }
 
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::grow(const Batch& batch) {
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::grow(const Batch& batch) {
   const ptrdiff_t n = batch.n_tokens;
   stream_.grow(n * stream_stride_);
   qkv_.grow(n * qkv_stride_);
@@ -212,34 +214,34 @@ void TypedEngine<Element, Kv>::grow(const Batch& batch) {
   }
 }
 
-template <class Element, class Kv>
-PackedWeight<Element> TypedEngine<Element, Kv>::packed(const void* panels, int n_outputs, int n_inputs) const {
+template <class Element, class Stored>
+PackedWeight<Element> TypedEngine<Element, Stored>::packed(const void* panels, int n_outputs, int n_inputs) const {
   return {static_cast<const Element*>(panels), divide_up(n_outputs, kPanel),
           divide_up(n_inputs, Products<Element>::kDepth)};
 }
 
-template <class Element, class Kv>
-PackedWeight<Element> TypedEngine<Element, Kv>::qkv(const LayerWeights& layer) const {
+template <class Element, class Stored>
+PackedWeight<Element> TypedEngine<Element, Stored>::qkv(const LayerWeights& layer) const {
   return packed(layer.qkv, n_query_columns_ + 2 * n_key_columns_, shape_.d_model);
 }
 
-template <class Element, class Kv>
-PackedWeight<Element> TypedEngine<Element, Kv>::output(const LayerWeights& layer) const {
+template <class Element, class Stored>
+PackedWeight<Element> TypedEngine<Element, Stored>::output(const LayerWeights& layer) const {
   return packed(layer.output, shape_.d_model, n_query_columns_);
 }
 
-template <class Element, class Kv>
-PackedWeight<Element> TypedEngine<Element, Kv>::up(const LayerWeights& layer) const {
+template <class Element, class Stored>
+PackedWeight<Element> TypedEngine<Element, Stored>::up(const LayerWeights& layer) const {
   return packed(layer.up, shape_.gated ? 2 * round_up(shape_.d_ff, kLanes) : shape_.d_ff, shape_.d_model);
 }
 
-template <class Element, class Kv>
-PackedWeight<Element> TypedEngine<Element, Kv>::down(const LayerWeights& layer) const {
+template <class Element, class Stored>
+PackedWeight<Element> TypedEngine<Element, Stored>::down(const LayerWeights& layer) const {
   return packed(layer.down, shape_.d_model, shape_.d_ff);
 }
 
-template <class Element, class Kv>
-PackedWeight<Element> TypedEngine<Element, Kv>::head() const {
+template <class Element, class Stored>
+PackedWeight<Element> TypedEngine<Element, Stored>::head() const {
   return packed(weights_.head, shape_.vocab_size, shape_.d_model);
 }
 
@@ -248,21 +250,30 @@ PackedWeight<Element> TypedEngine<Element, Kv>::head() const {
 #include "engine_attention.h"
 
 namespace modelworks {
-template class TypedEngine<float, float>;
-template class TypedEngine<float, Bfloat16>;
-template class TypedEngine<Bfloat16, float>;
-template class TypedEngine<Bfloat16, Bfloat16>;
+namespace {
+
+template <class Element>
+Engine* open(const ModelShape& shape, const ModelWeights& weights) {
+  switch (static_cast<CacheKind>(shape.cache_kind)) {
+    case CacheKind::kFloat:
+      return new TypedEngine<Element, float>(shape, weights);
+    case CacheKind::kBfloat16:
+      return new TypedEngine<Element, Bfloat16>(shape, weights);
+    case CacheKind::kInt8:
+      return new TypedEngine<Element, Int8>(shape, weights);
+    case CacheKind::kFloat8:
+      return new TypedEngine<Element, Float8>(shape, weights);
+  }
+  return nullptr;
+}
+
+}  // namespace
 }  // namespace modelworks
 
 using namespace modelworks;
 
 extern "C" void* modelworks_serve_open(const ModelShape* shape, const ModelWeights* weights) {
-  if (shape->weights_are_bfloat16) {
-    if (shape->cache_is_bfloat16) return new TypedEngine<Bfloat16, Bfloat16>(*shape, *weights);
-    return new TypedEngine<Bfloat16, float>(*shape, *weights);
-  }
-  if (shape->cache_is_bfloat16) return new TypedEngine<float, Bfloat16>(*shape, *weights);
-  return new TypedEngine<float, float>(*shape, *weights);
+  return shape->weights_are_bfloat16 ? open<Bfloat16>(*shape, *weights) : open<float>(*shape, *weights);
 }
 
 extern "C" void modelworks_serve_close(void* engine) { delete static_cast<Engine*>(engine); }

@@ -56,9 +56,11 @@ class Engine {
   Phases phases_;
 };
 
-// Element: of weights and of what is multiplied with them. Kv: of the cache, and of what is multiplied with it.
-template <class Element, class Kv>
+// Element: of weights and of what is multiplied with them. Stored: of the cache.
+template <class Element, class Stored>
 class TypedEngine final : public Engine {
+  using Kv = Factor<Stored, Element>;  // what is multiplied with the cache
+
  public:
   TypedEngine(const ModelShape& shape, const ModelWeights& weights);
   void run(const Batch& batch) override;
@@ -68,7 +70,8 @@ class TypedEngine final : public Engine {
   // Of one thread, for attention and for norms of few rows.
   struct Scratch {
     Buffer<Element> normed;
-    Buffer<Kv> queries, weights;
+    Buffer<Kv> queries, weights, wide;
+    Buffer<Stored> codes;
     Buffer<float> scores, head, best, total, mixed, merged_best, merged_total, merged_mixed;
     std::vector<Sight> sights;
   };
@@ -100,8 +103,8 @@ class TypedEngine final : public Engine {
   PackedWeight<Element> up(const LayerWeights& layer) const;
   PackedWeight<Element> down(const LayerWeights& layer) const;
   PackedWeight<Element> head() const;
-  LayerCache<Kv> cache(const LayerWeights& layer) const {
-    return {static_cast<Kv*>(layer.keys), static_cast<Kv*>(layer.values)};
+  LayerCache<Stored> cache(const LayerWeights& layer) const {
+    return {static_cast<Stored*>(layer.keys), static_cast<Stored*>(layer.values)};
   }
   Norm norm(const float* weight, const float* bias) const {
     return {static_cast<NormKind>(shape_.norm_kind), weight, bias, shape_.norm_epsilon};

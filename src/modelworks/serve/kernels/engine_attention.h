@@ -5,8 +5,8 @@
 
 namespace modelworks {
 
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::attend(Turn& turn, const LayerWeights& layer) {
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::attend(Turn& turn, const LayerWeights& layer) {
   Scratch& scratch = scratch_[turn.thread];
   const int n_heads = shape_.n_kv_heads;
   phase(turn, Phase::kAttention, static_cast<int>(turn.numbers[3]), [&](int token) {
@@ -20,8 +20,8 @@ void TypedEngine<Element, Kv>::attend(Turn& turn, const LayerWeights& layer) {
 }
 
 // A head's part of a row of q, k and v: normed, rotated, and zeros behind it.
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::prepare_head(int token, int column, const float* norm_weight, float* head) {
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::prepare_head(int token, int column, const float* norm_weight, float* head) {
   const Batch& batch = *batch_;
   const int head_dim = shape_.head_dim;
   std::memcpy(head, qkv_.data() + ptrdiff_t{token} * qkv_stride_ + column,
@@ -35,8 +35,8 @@ void TypedEngine<Element, Kv>::prepare_head(int token, int column, const float* 
 }
 
 // Of the tokens `first` to `end`, those whose place among the sequence's keys is from key_begin to key_end.
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::store_keys(const LayerWeights& layer, int head, int sequence, int first, int end,
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::store_keys(const LayerWeights& layer, int head, int sequence, int first, int end,
                                           int key_begin, int key_end, Scratch& scratch) {
   const Batch& batch = *batch_;
   float* key = scratch.head.data();
@@ -49,12 +49,13 @@ void TypedEngine<Element, Kv>::store_keys(const LayerWeights& layer, int head, i
     prepare_head(token, column, layer.key_norm, key);
     std::memcpy(value, qkv_.data() + ptrdiff_t{token} * qkv_stride_ + column + n_key_columns_,
                 shape_.head_dim * sizeof(float));
-    store_key_value(cache_, cache(layer), head, batch.slots[token], token < last, key, value);
+    store_key_value<Stored, Kv>(cache_, cache(layer), head, batch.slots[token], token < last, key, value,
+                                scratch.codes.data());
   }
 }
 
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::make_queries(const LayerWeights& layer, const AttentionPiece& piece, int head,
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::make_queries(const LayerWeights& layer, const AttentionPiece& piece, int head,
                                             Scratch& scratch) {
   const Batch& batch = *batch_;
   const float scale = shape_.score_scale * 1.4426950408889634f;  // scores in units of log 2
@@ -72,8 +73,8 @@ void TypedEngine<Element, Kv>::make_queries(const LayerWeights& layer, const Att
   }
 }
 
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::attend_piece(const LayerWeights& layer, const AttentionPiece& piece, int head,
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::attend_piece(const LayerWeights& layer, const AttentionPiece& piece, int head,
                                             Scratch& scratch) {
   const Batch& batch = *batch_;
   const int n_rows = piece.n_tokens * heads_per_group_, padded_dim = cache_.padded_dim;
@@ -87,10 +88,10 @@ void TypedEngine<Element, Kv>::attend_piece(const LayerWeights& layer, const Att
   }
   make_queries(layer, piece, head, scratch);
   const int32_t* table = batch.tables + ptrdiff_t{piece.sequence} * batch.table_width;
-  const HeadCache<Kv> keys{cache_, cache(layer), table, head, weights_.key_positions};
+  const HeadCache<Stored> keys{cache_, cache(layer), table, head, weights_.key_positions};
   const auto attend_part = [&](int begin, int end, Softmax into) {
     attend_tiles(keys, scratch.queries.data(), scratch.sights.data(), n_rows, has_window, n_keys, begin, end,
-                 scratch.scores.data(), scratch.weights.data(), into);
+                 GroupScratch<Kv>{scratch.scores.data(), scratch.weights.data(), scratch.wide.data()}, into);
   };
   const Softmax part{scratch.best.data(), scratch.total.data(), scratch.mixed.data()};
   Softmax merged{scratch.merged_best.data(), scratch.merged_total.data(), scratch.merged_mixed.data()};
@@ -113,8 +114,8 @@ void TypedEngine<Element, Kv>::attend_piece(const LayerWeights& layer, const Att
   finish_rows(piece, head, merged);
 }
 
-template <class Element, class Kv>
-void TypedEngine<Element, Kv>::finish_rows(const AttentionPiece& piece, int head, const Softmax& softmax) {
+template <class Element, class Stored>
+void TypedEngine<Element, Stored>::finish_rows(const AttentionPiece& piece, int head, const Softmax& softmax) {
   for (int t = 0, row = 0; t < piece.n_tokens; t++) {
     for (int h = 0; h < heads_per_group_; h++, row++) {
       const float* from = softmax.mixed + ptrdiff_t{row} * cache_.padded_dim;
@@ -128,8 +129,8 @@ void TypedEngine<Element, Kv>::finish_rows(const AttentionPiece& piece, int head
   }
 }
 
-template <class Element, class Kv>
-Softmax TypedEngine<Element, Kv>::state(int index, int head) {
+template <class Element, class Stored>
+Softmax TypedEngine<Element, Stored>::state(int index, int head) {
   const int rows = std::max(kQueryRows, heads_per_group_);
   const ptrdiff_t first = (ptrdiff_t{index} * shape_.n_kv_heads + head) * rows;
   return {state_best_.data() + first, state_total_.data() + first, state_mixed_.data() + first * cache_.padded_dim};

@@ -5,6 +5,8 @@
 
 #define MODELWORKS_EXPORT __attribute__((visibility("default")))
 
+enum class CacheKind : int32_t { kFloat = 0, kBfloat16 = 1, kInt8 = 2, kFloat8 = 3 };  // see cache_format.h
+
 extern "C" {
 
 struct ModelShape {
@@ -12,7 +14,7 @@ struct ModelShape {
   int32_t norm_kind, activation;  // see pointwise.h
   int32_t gated, residual;
   int32_t window;  // tokens that one sees, itself included; 0: all
-  int32_t weights_are_bfloat16, cache_is_bfloat16;
+  int32_t weights_are_bfloat16, cache_kind;
   int32_t n_blocks, block_size, n_threads;
   float norm_epsilon;
   float score_scale;        // of a query times a key
