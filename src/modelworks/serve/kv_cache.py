@@ -50,8 +50,8 @@ def resolve_kv_dtype(kv_dtype: str, model_dtype: torch.dtype) -> str:
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: str, *, lanes: int = 1) -> int:
-    """What a block takes in all layers. kv_dtype: resolved. lanes: of what numbers of tokens, and of channels in a head,
-    are filled up to multiples."""
+    """What a block takes in all layers. kv_dtype: resolved. lanes: the number to whose multiples tokens of a block, and
+    channels of a head, are filled up."""
     vectors = 2 * config.n_layers * (block_size + -block_size % lanes) * config.n_kv_heads
     channels = config.head_dim + -config.head_dim % lanes
     if kv_dtype in _PLAIN:

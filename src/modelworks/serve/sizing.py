@@ -21,6 +21,8 @@ from modelworks.config.quantities import format_bytes
 from modelworks.hardware import facts
 from modelworks.models import PLAIN, Transformer, matrix_bytes, packs
 from modelworks.serve.kv_cache import kv_bytes_per_block, resolve_kv_dtype
+from modelworks.serve.native_executor import unsupported
+from modelworks.serve.native_weights import LANES
 from modelworks.serve.options import EngineOptions
 from modelworks.serve.scheduler import MOST_SCORED
 from modelworks.serve.tensor_parallel.shares import HeadShare
@@ -57,7 +59,9 @@ def size_cache(model: Transformer, options: EngineOptions) -> Sizing:
         if copied:
             reason = "in the order of the kernels; what they are made from goes where nothing else holds the model"
             lines.insert(0, f"packed weights: {format_bytes(copied)}, a copy {reason}")
-    return divide(config, options, resolve_kv_dtype(options.kv_dtype, weight.dtype), available, lines)
+    kv_dtype = resolve_kv_dtype(options.kv_dtype, weight.dtype)
+    compiled = options.native != "off" and unsupported(model, kv_dtype) is None
+    return divide(config, options, kv_dtype, available, lines, LANES if compiled else 1)
 
 
 def size_cache_on_ranks(model: ModelOnRanks, options: EngineOptions) -> Sizing:
@@ -78,10 +82,12 @@ def size_cache_on_ranks(model: ModelOnRanks, options: EngineOptions) -> Sizing:
     return divide(held, options, resolve_kv_dtype(options.kv_dtype, dtype), available, lines)
 
 
-def divide(config: ModelConfig, options: EngineOptions, kv_dtype: str, available: int, lines: list[str]) -> Sizing:
-    """`available` bytes as blocks. lines: where they come from."""
+def divide(
+    config: ModelConfig, options: EngineOptions, kv_dtype: str, available: int, lines: list[str], lanes: int = 1
+) -> Sizing:
+    """`available` bytes as blocks. lines: where they come from. lanes: see `kv_bytes_per_block`."""
     size = options.block_size
-    per_block = kv_bytes_per_block(config, size, kv_dtype)
+    per_block = kv_bytes_per_block(config, size, kv_dtype, lanes=lanes)
     n_blocks = available // per_block
     wanted = options.max_model_len or config.max_seq_len
     if wanted > config.max_seq_len:
