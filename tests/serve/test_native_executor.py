@@ -12,9 +12,11 @@ import pytest
 import torch
 from native_steps import SHAPES, Served, alone, chunks_of, error, expected, make, open_executor, tokens_of
 
+from modelworks.config import UserError
 from modelworks.native import Unavailable
 from modelworks.serve import native_executor
 from modelworks.serve.batch import RaggedBatch
+from modelworks.serve.executor import build_executor
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
@@ -29,11 +31,10 @@ def test_logits_of_a_prompt_in_chunks_and_token_by_token(shape: str) -> None:
     assert error(served.of("a"), expected(model, tokens)) < 2e-5
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp32"])
-def test_bfloat16_is_nearer_to_float32_than_torch_is(kv_dtype: str) -> None:
+def test_bfloat16_is_nearer_to_float32_than_torch_is() -> None:
     model = make(torch.bfloat16, sliding_window=48)
     tokens = tokens_of(70)
-    served = Served(open_executor(model, kv_dtype=kv_dtype))
+    served = Served(open_executor(model))
     for chunk in chunks_of(tokens, [50, 1, 19]):
         served.step(("a", chunk))
     exact = expected(make(torch.bfloat16, sliding_window=48).float(), tokens)
@@ -178,17 +179,25 @@ def test_only_wanted_rows_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "kv_dtype", "reason"),
+    ("settings", "reason"),
     [
-        ({"n_experts": 2}, "auto", "experts"),
-        ({"norm_position": "post"}, "auto", "norms come after"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "auto", "dynamic rope"),
-        ({}, "int4", "the cache is int4, not fp32, bf16, int8, fp8"),
+        ({"n_experts": 2}, "experts"),
+        ({"norm_position": "post"}, "norms come after"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic rope"),
     ],
 )
-def test_what_it_does_not_know_is_refused_with_a_reason(settings: dict[str, Any], kv_dtype: str, reason: str) -> None:
+def test_what_it_does_not_know_is_refused_with_a_reason(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unavailable, match=reason):
-        open_executor(make(**settings), kv_dtype=kv_dtype)
+        open_executor(make(**settings))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "reason"),
+    [(torch.float32, "int4", "expected auto, fp32, bf16, int8, fp8"), (torch.bfloat16, "fp32", "hold no more")],
+)
+def test_formats_that_make_no_sense_are_refused_as_in_torch(dtype: torch.dtype, kv_dtype: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        build_executor(make(dtype), n_blocks=2, block_size=16, kv_dtype=kv_dtype, native="on")
 
 
 def test_a_model_of_another_dtype_is_refused() -> None:

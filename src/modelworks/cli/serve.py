@@ -55,7 +55,7 @@ def command(
         float | None, typer.Option("--memory-share", help="Share of the free memory that the KV cache may take.")
     ] = None,
     kv_dtype: Annotated[
-        str, typer.Option("--kv-dtype", help="Of the KV cache: auto (the model's), fp32, bf16, fp16, int8 or fp8.")
+        str, typer.Option("--kv-dtype", help="Of the KV cache: auto (the model's), fp32, bf16, int8 or fp8.")
     ] = "auto",
     block_size: Annotated[int, typer.Option("--block-size", help="Tokens of a block of the KV cache.")] = 16,
     token_budget: Annotated[

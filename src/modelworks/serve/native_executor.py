@@ -22,11 +22,11 @@ from modelworks.config.mup import query_multiplier
 from modelworks.models import Transformer
 from modelworks.native import Unavailable, load
 from modelworks.serve.batch import RaggedBatch
-from modelworks.serve.kv_cache import kv_bytes_per_block
+from modelworks.serve.kv_cache import kv_bytes_per_block, resolve_kv_dtype
 from modelworks.serve.native_weights import LANES, LayerWeights, ModelWeights, NativeWeights, large_pages
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_CACHES = (*_DTYPES, "int8", "fp8")  # as `CacheKind` of kernels/interface.h counts them
+_DTYPES = {torch.float32, torch.bfloat16}
+_CACHES = ("fp32", "bf16", "int8", "fp8")  # as `CacheKind` of kernels/interface.h counts them
 _ACTIVATIONS = {"swiglu": 0, "geglu": 1, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _PHASES = ("embedding", "norms", "qkv", "attention", "output", "up", "down", "head", "waiting")
 _FLAGS = ("-fvisibility=hidden", "-ffp-contract=fast")
@@ -35,7 +35,8 @@ _WRONG = ("", "tokens", "positions", "slots", "starts, lengths and tables", "wan
 
 
 class NativeExecutor:
-    """An `Executor`. Raises Unavailable, with the reason, for what it does not know.
+    """An `Executor`. Raises Unavailable, with the reason, for models that it does not know, and UserError for a format
+    of the cache that makes no sense (`resolve_kv_dtype`).
 
     n_threads: of its own; default torch's number at the time. profile: keep what `seconds` tells. Weights are copied
     (packed): a model that nothing else uses may be dropped.
@@ -54,13 +55,12 @@ class NativeExecutor:
         n_threads: int | None = None,
         profile: bool = False,
     ) -> None:
-        if reason := unsupported(model, kv_dtype):
+        if reason := unsupported(model):
             raise Unavailable(reason)
+        self.kv_dtype = resolve_kv_dtype(kv_dtype, model.head_weight().dtype)
         self._library = _library(profile)
         self.config, self.n_blocks, self.block_size = model.config, n_blocks, block_size
         self._weights = NativeWeights(model)
-        own = next(name for name, dtype in _DTYPES.items() if dtype == self._weights.dtype)
-        self.kv_dtype = own if kv_dtype == "auto" else kv_dtype
         self.bytes_per_block = kv_bytes_per_block(self.config, block_size, self.kv_dtype, lanes=LANES)
         self._cache = large_pages(n_blocks * self.bytes_per_block)
         half = n_blocks * self.bytes_per_block // self.config.n_layers // 2  # a layer's keys, or values
@@ -144,7 +144,7 @@ class NativeExecutor:
         return True
 
 
-def unsupported(model: Transformer, kv_dtype: str) -> str | None:
+def unsupported(model: Transformer) -> str | None:
     """Why compiled steps cannot be had of this model, or None."""
     config, part = model.config, model.part
     scaling = config.rope_scaling.type if config.rope_scaling else None
@@ -158,10 +158,9 @@ def unsupported(model: Transformer, kv_dtype: str) -> str | None:
         (any(each.device.type != "cpu" for each in weights), "it is not on the CPU"),
         (any(type(each.data) is not torch.Tensor for each in weights), "its weights are sharded or wrapped"),
         (
-            len(dtypes) != 1 or not dtypes <= set(_DTYPES.values()),
+            len(dtypes) != 1 or not dtypes <= _DTYPES,
             f"its weights are {_names(dtypes)}, not fp32 or bf16",
         ),
-        (kv_dtype not in ("auto", *_CACHES), f"the cache is {kv_dtype}, not {', '.join(_CACHES)}"),
     ]
     return next((reason for applies, reason in reasons if applies), None)
 

@@ -60,7 +60,7 @@ def size_cache(model: Transformer, options: EngineOptions) -> Sizing:
             reason = "in the order of the kernels; what they are made from goes where nothing else holds the model"
             lines.insert(0, f"packed weights: {format_bytes(copied)}, a copy {reason}")
     kv_dtype = resolve_kv_dtype(options.kv_dtype, weight.dtype)
-    compiled = options.native != "off" and unsupported(model, kv_dtype) is None
+    compiled = options.native != "off" and unsupported(model) is None
     return divide(config, options, kv_dtype, available, lines, LANES if compiled else 1)
 
 

@@ -255,8 +255,9 @@ namespace {
 template <class Element>
 Engine* open(const ModelShape& shape, const ModelWeights& weights) {
   switch (static_cast<CacheKind>(shape.cache_kind)) {
-    case CacheKind::kFloat:
-      return new TypedEngine<Element, float>(shape, weights);
+    case CacheKind::kFloat:  // a cache is no wider than the model
+      if constexpr (std::is_same_v<Element, float>) return new TypedEngine<Element, float>(shape, weights);
+      break;
     case CacheKind::kBfloat16:
       return new TypedEngine<Element, Bfloat16>(shape, weights);
     case CacheKind::kInt8:
