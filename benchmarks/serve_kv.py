@@ -30,7 +30,7 @@ from modelworks.models import PLAIN
 from modelworks.serve.batch import BatchBuilder, RaggedBatch
 from modelworks.serve.blocks import BlockPool
 from modelworks.serve.eviction import Evictor, HeavyHitters, Policy, SinksAndWindow, SnapKV
-from modelworks.serve.executor import Executor, build_executor
+from modelworks.serve.executor import Executor, Native, build_executor
 from modelworks.serve.kv_cache import KV_DTYPES, kv_bytes_per_block
 from modelworks.serve.prefix import PrefixKeys, tag
 from modelworks.serve.scheduler import Scheduler, Step
@@ -119,7 +119,7 @@ def times() -> dict[str, Any]:
             "decode 32": decoding(32),
             "prefill 256": chunk(256),
         }
-        model, room = loaded.model, {"n_blocks": 32 * 10, "block_size": BLOCK}
+        model, room = loaded.model, dict[str, Any](n_blocks=32 * 10, block_size=BLOCK)
         executors = {
             "plain": TorchExecutor(model, **room, weights=PLAIN),
             "packed": TorchExecutor(model, **room),
@@ -135,11 +135,12 @@ def times() -> dict[str, Any]:
 def reading(kv_dtypes: list[str]) -> dict[str, Any]:
     model = load_model(smollm2(), dtype=torch.bfloat16).model
     width = PROMPT // BLOCK
+    sides: tuple[tuple[str, Native], ...] = (("native", "on"), ("torch", "off"))
     executors = {
         f"{name} {kv_dtype}": build_executor(
             model, n_blocks=32 * width, block_size=BLOCK, kv_dtype=kv_dtype, native=native
         )
-        for name, native in (("native", "on"), ("torch", "off"))
+        for name, native in sides
         for kv_dtype in kv_dtypes
     }
     for executor in executors.values():  # memory that nobody wrote to is none
