@@ -66,7 +66,7 @@ def of_fp8(codes: Tensor) -> Tensor:
 
 def unpacked(executor: NativeExecutor, depth: int) -> tuple[Tensor, Tensor]:
     """Codes, uint8 (block, key, 2, heads, head_dim), and scales, float32 (block, key, 2, heads), of one layer: key and
-    value side by side as in torch's cache. depth: see kernels/attention.h."""
+    value side by side as in torch's cache. depth: see kernels/cache.h."""
     config = executor.config
     padded, tiles = config.head_dim + -config.head_dim % LANES, -(-executor.block_size // LANES)
     memory = executor._cache.view(2, executor.n_blocks, config.n_kv_heads, tiles, LANES * (padded + 4))

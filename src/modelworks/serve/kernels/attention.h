@@ -2,26 +2,16 @@
 //
 // Keys are visited 64 at a time and summed up over 512 at a time, counted from the sequence's first key. So neither the
 // chunks in which a prompt came, nor the threads, nor other sequences change a bit of the result.
-//
-// The cache of a layer is made of tiles of up to 16 keys of one head: a block has `tiles_per_block` of them for each
-// head, heads after one another. With depth D (`Products`), of elements per 32-bit lane, tiles are
-//   keys    [head_dim / D][16 keys][D]      so that 16 scores are 16 lanes
-//   values  [16 keys / D][head_dim][D]      so that channels are lanes
-// Codes (cache_format.h) lie in the same order, D being that of what they are multiplied as, and their 16 scales behind
-// them. A group of tiles is widened once for all of its rows, into memory that stays in the nearest cache.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
-#include "cache_format.h"
+#include "cache.h"
 #include "tiles.h"
 
 namespace modelworks {
 
-constexpr int kTileKeys = kLanes;
-constexpr int kGroupTiles = 4;  // tiles that are scored together
-constexpr int kGroupKeys = kGroupTiles * kTileKeys;
 constexpr int kPartTiles = 32;  // tiles whose softmax is made on its own and then merged
 constexpr float kLowest = -1e30f;  // finite, as differences of it are taken
 
@@ -30,55 +20,6 @@ constexpr int kAttentionRows = 6;
 #else
 constexpr int kAttentionRows = 1;
 #endif
-
-struct CacheShape {
-  int n_kv_heads, head_dim, padded_dim;  // padded to whole vectors
-  int block_size, tiles_per_block;
-  int scale_size;  // elements of the cache that the scale of one vector takes
-
-  ptrdiff_t tile_numbers() const { return ptrdiff_t{kTileKeys} * padded_dim; }
-  ptrdiff_t tile_size() const { return tile_numbers() + kTileKeys * scale_size; }
-  ptrdiff_t block_elements() const { return tile_size() * tiles_per_block * n_kv_heads; }
-  int n_tiles(int n_keys) const {
-    return n_keys / block_size * tiles_per_block + divide_up(n_keys % block_size, kTileKeys);
-  }
-  int first_key(int tile) const { return tile / tiles_per_block * block_size + tile % tiles_per_block * kTileKeys; }
-  int keys_in(int tile) const { return std::min(kTileKeys, block_size - tile % tiles_per_block * kTileKeys); }
-};
-
-template <class Stored>
-struct LayerCache {
-  Stored* keys;
-  Stored* values;
-};
-
-// The scales of a tile of codes.
-template <class Stored>
-auto* scales_of(const CacheShape& shape, Stored* tile) {
-  using Scale = std::conditional_t<std::is_const_v<Stored>, const float, float>;
-  return reinterpret_cast<Scale*>(tile + shape.tile_numbers());
-}
-
-// One head of one sequence's cache.
-template <class Stored>
-struct HeadCache {
-  const CacheShape& shape;
-  LayerCache<Stored> layer;
-  const int32_t* table;  // blocks of the sequence
-  int head;
-  const int32_t* key_positions;  // of each slot; for windows
-
-  ptrdiff_t offset(int tile) const {
-    const ptrdiff_t block = table[tile / shape.tiles_per_block];
-    const ptrdiff_t in_block = ptrdiff_t{head} * shape.tiles_per_block + tile % shape.tiles_per_block;
-    return block * shape.block_elements() + in_block * shape.tile_size();
-  }
-  Ints positions(int tile) const {
-    const ptrdiff_t slot = ptrdiff_t{table[tile / shape.tiles_per_block]} * shape.block_size +
-                           tile % shape.tiles_per_block * kTileKeys;
-    return *reinterpret_cast<const IntsInMemory*>(key_positions + slot);
-  }
-};
 
 // What a row may see: its first `n_visible` keys, of those the ones after position `after`.
 struct Sight {
@@ -168,8 +109,8 @@ void mix_some_rows(int n_rows, const Kv* weights, const Kv* const* tiles, int n_
   mix_channels<Kv, kRows>(weights, tiles, n_keys, padded_dim, mixed);
 }
 
-// Scores (kGroupKeys,) of one row become weights of the values as they are stored: of codes, times their scales. What was
-// mixed before is brought to their scale.
+// Scores (kGroupKeys,) of one row become weights of the values as they are stored: of codes, times their scales. What
+// was mixed before is brought to their measure.
 template <class Stored, class Kv>
 void soften(const CacheShape& shape, const Stored* const* values, float* scores, Kv* weights, float& best, float& total,
             float* mixed) {
@@ -199,7 +140,8 @@ void soften(const CacheShape& shape, const Stored* const* values, float* scores,
 
 // Hides from one row what it may not see of a group of tiles.
 template <class Stored>
-void hide(const HeadCache<Stored>& cache, const Sight& sight, bool has_window, int first_tile, int n_tiles, float* scores) {
+void hide(const HeadCache<Stored>& cache, const Sight& sight, bool has_window, int first_tile, int n_tiles,
+          float* scores) {
   const Floats hidden = broadcast(-INFINITY);
   for (int v = 0; v < kGroupTiles; v++) {
     const int tile = first_tile + v;
@@ -209,29 +151,6 @@ void hide(const HeadCache<Stored>& cache, const Sight& sight, bool has_window, i
     Ints visible = kLaneNumbers < limit;
     if (has_window && limit > 0) visible = visible & (cache.positions(tile) > sight.after);
     store(scores + v * kLanes, visible ? load(scores + v * kLanes) : hidden);
-  }
-}
-
-// Asks for a tile before it is needed. Tiles lie where blocks happen to be, so that the processor cannot foresee them.
-template <class Stored>
-void fetch_tile(const CacheShape& shape, const Stored* tile) {
-  const char* from = reinterpret_cast<const char*>(tile);
-  for (ptrdiff_t i = 0; i < shape.tile_size() * ptrdiff_t{sizeof(Stored)}; i += 64)
-    __builtin_prefetch(from + i, 0, 2);
-}
-
-// Tiles as they are multiplied: where they lie, or in `wide`. The last one up to `n_numbers`.
-template <class Stored, class Kv>
-void widen_tiles(const CacheShape& shape, const Stored* const* tiles, int n_tiles, ptrdiff_t n_numbers, Kv* wide,
-                 const Kv** out) {
-  for (int v = 0; v < kGroupTiles; v++) {
-    if constexpr (kIsCode<Stored>) {
-      out[v] = wide + std::min(v, n_tiles - 1) * shape.tile_numbers();
-      if (v < n_tiles)
-        widen(tiles[v], v == n_tiles - 1 ? n_numbers : shape.tile_numbers(), wide + v * shape.tile_numbers());
-    } else {
-      out[v] = tiles[v];
-    }
   }
 }
 
@@ -275,8 +194,8 @@ void attend_tiles(const HeadCache<Stored>& cache, const Kv* queries, const Sight
     for (int v = 0; v < n_tiles; v++) fetch_tile(shape, values[v]);
     widen_tiles(shape, keys, n_tiles, shape.tile_numbers(), scratch.wide, columns);
     for (int r = 0; r < n_rows; r += kAttentionRows)
-      score_some_rows<Kv>(std::min(kAttentionRows, n_rows - r), queries + ptrdiff_t{r} * padded_dim, padded_dim, columns,
-                          scratch.scores + ptrdiff_t{r} * kGroupKeys);
+      score_some_rows<Kv>(std::min(kAttentionRows, n_rows - r), queries + ptrdiff_t{r} * padded_dim, padded_dim,
+                          columns, scratch.scores + ptrdiff_t{r} * kGroupKeys);
     for (int tile = first + kGroupTiles; tile < std::min(end, first + 2 * kGroupTiles); tile++)
       fetch_tile(shape, cache.layer.keys + cache.offset(tile));
     for (int r = 0; r < n_rows; r++) {
@@ -298,36 +217,6 @@ void attend_tiles(const HeadCache<Stored>& cache, const Kv* queries, const Sight
     for (int r = 0; r < n_rows; r += kAttentionRows)
       mix_some_rows<Kv>(std::min(kAttentionRows, n_rows - r), scratch.weights + ptrdiff_t{r} * kGroupKeys, columns,
                         lanes, padded_dim, softmax.mixed + ptrdiff_t{r} * padded_dim);
-  }
-}
-
-// Stores a key and a value (padded_dim,) in `slot`. codes: scratch (padded_dim,).
-// next_is_stored: the key after it is of this step too, and may be stored by another thread at the same time.
-template <class Stored, class Kv>
-void store_key_value(const CacheShape& shape, LayerCache<Stored> layer, int head, int64_t slot, bool next_is_stored,
-                     const float* key, const float* value, Stored* codes) {
-  constexpr int kDepth = Products<Kv>::kDepth;
-  const ptrdiff_t block = slot / shape.block_size;
-  const int in_block = static_cast<int>(slot % shape.block_size);
-  const int lane = in_block % kTileKeys;
-  const ptrdiff_t tile = block * shape.block_elements() +
-                         (ptrdiff_t{head} * shape.tiles_per_block + in_block / kTileKeys) * shape.tile_size();
-  // A value's neighbour in the lane is multiplied with a weight of zero until it is stored: it must be finite, as codes
-  // always are.
-  const bool clear_neighbour =
-      kDepth == 2 && !kIsCode<Stored> && lane % 2 == 0 && !(next_is_stored && in_block + 1 < shape.block_size);
-  const float key_scale = encode(key, shape.padded_dim, codes);
-  for (int c = 0; c < shape.padded_dim; c++)
-    layer.keys[tile + ptrdiff_t{c / kDepth * kTileKeys + lane} * kDepth + c % kDepth] = codes[c];
-  const float value_scale = encode(value, shape.padded_dim, codes);
-  for (int c = 0; c < shape.padded_dim; c++) {
-    Stored* pair = layer.values + tile + (ptrdiff_t{lane / kDepth} * shape.padded_dim + c) * kDepth;
-    pair[lane % kDepth] = codes[c];
-    if (clear_neighbour) pair[1] = Stored{};
-  }
-  if constexpr (kIsCode<Stored>) {
-    scales_of(shape, layer.keys + tile)[lane] = key_scale;
-    scales_of(shape, layer.values + tile)[lane] = value_scale;
   }
 }
 

@@ -43,8 +43,8 @@ inline Floats widened_codes(const Int8* from) {
 }
 
 inline Floats widened_codes(const Float8* from) {
-  const Words bits = reinterpret_cast<Words>(
-      __builtin_convertvector(*reinterpret_cast<const CodesInMemory*>(from), Ints));
+  const Ints wide = __builtin_convertvector(*reinterpret_cast<const CodesInMemory*>(from), Ints);
+  const Words bits = reinterpret_cast<Words>(wide);
   const Words size = bits & 0x7fu;
   const Floats normal = reinterpret_cast<Floats>((size << 20) + (120u << 23));
   const Floats small = __builtin_convertvector(reinterpret_cast<Ints>(size), Floats) * 0x1p-9f;
@@ -68,7 +68,7 @@ inline void store_codes(Float8* to, Floats x) {
   *reinterpret_cast<CodesInMemory*>(to) = __builtin_convertvector(reinterpret_cast<Ints>(code), CodesInMemory);
 }
 
-// x (size,), whole vectors, as it is stored; returns the scale of codes. Of what is not finite the scale is none either,
+// x (size,), whole vectors, as it is stored; returns codes' scale. Of what is not finite the scale is no number either,
 // and codes are 0: then all that is read is not a number.
 template <class Stored>
 float encode(const float* x, int size, Stored* out) {
@@ -117,13 +117,16 @@ struct HalfOfCodes {
 template <class Stored>
 [[gnu::noinline]] void widen(const Stored* codes, ptrdiff_t size, Bfloat16* out) {
   static const HalfOfCodes<Stored> upper_half(8), lower_half(0);
-  const __m512i upper_first = _mm512_load_si512(upper_half.bytes), upper_last = _mm512_load_si512(upper_half.bytes + 64);
-  const __m512i lower_first = _mm512_load_si512(lower_half.bytes), lower_last = _mm512_load_si512(lower_half.bytes + 64);
+  const __m512i upper_first = _mm512_load_si512(upper_half.bytes);
+  const __m512i upper_last = _mm512_load_si512(upper_half.bytes + 64);
+  const __m512i lower_first = _mm512_load_si512(lower_half.bytes);
+  const __m512i lower_last = _mm512_load_si512(lower_half.bytes + 64);
   // Bytes are put side by side within each quarter of a vector: first those that end up in the first half.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-128);
   for (ptrdiff_t i = 0; i < size; i += 64) {
     const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes + i));
-    const __m512i magnitude = std::is_same_v<Stored, Int8> ? _mm512_abs_epi8(code) : code;  // the top bit is not looked at
+    // Look-ups pass over the top bit, which is the sign of fp8.
+    const __m512i magnitude = std::is_same_v<Stored, Int8> ? _mm512_abs_epi8(code) : code;
     const __m512i unsigned_upper = _mm512_permutex2var_epi8(upper_first, magnitude, upper_last);
     const __m512i upper = _mm512_ternarylogic_epi64(unsigned_upper, code, sign, 0xf8);  // a | (b & c)
     const __m512i lower = _mm512_permutex2var_epi8(lower_first, magnitude, lower_last);

@@ -253,7 +253,7 @@ namespace modelworks {
 namespace {
 
 template <class Element>
-Engine* open(const ModelShape& shape, const ModelWeights& weights) {
+Engine* open_engine(const ModelShape& shape, const ModelWeights& weights) {
   switch (static_cast<CacheKind>(shape.cache_kind)) {
     case CacheKind::kFloat:  // a cache is no wider than the model
       if constexpr (std::is_same_v<Element, float>) return new TypedEngine<Element, float>(shape, weights);
@@ -274,7 +274,8 @@ Engine* open(const ModelShape& shape, const ModelWeights& weights) {
 using namespace modelworks;
 
 extern "C" void* modelworks_serve_open(const ModelShape* shape, const ModelWeights* weights) {
-  return shape->weights_are_bfloat16 ? open<Bfloat16>(*shape, *weights) : open<float>(*shape, *weights);
+  return shape->weights_are_bfloat16 ? open_engine<Bfloat16>(*shape, *weights)
+                                     : open_engine<float>(*shape, *weights);
 }
 
 extern "C" void modelworks_serve_close(void* engine) { delete static_cast<Engine*>(engine); }

@@ -28,7 +28,7 @@ struct LayerWeights {
   const float *qkv_bias, *output_bias, *up_bias, *down_bias;
   const float *attention_norm, *attention_norm_bias, *feed_forward_norm, *feed_forward_norm_bias;
   const float *query_norm, *key_norm;
-  void *keys, *values;  // this layer's cache (attention.h), zeros at first
+  void *keys, *values;  // this layer's cache (cache.h), zeros at first
 };
 
 struct ModelWeights {
