@@ -1,14 +1,15 @@
 """Our engine and server beside their peers, on this machine, in one run: SmolLM2-135M-Instruct, greedy.
 
-    python -m benchmarks.serve --peers DIRECTORY            # all of it, 13 minutes on two cores
+    python -m benchmarks.serve --peers DIRECTORY            # all of it, 14 minutes on two cores
     python -m benchmarks.serve --peers DIRECTORY --seconds 300    # stops in time; the same command goes on
     python -m benchmarks.serve --only vllm,llama.cpp-bf16 --phase http
     python -m benchmarks.serve --report                     # results and tables again, from what was measured
 
-Rounds are interleaved: what disturbs the machine disturbs all. Who is no contender takes part in the first alone. Every
-measurement is kept in a file (`--state`) as soon as it is there, so that a run can be cut anywhere; a peer that is
-missing or fails is said and left out. The results are the median and the best of the rounds. What `--peers` holds:
-`_serve_engines.py`; how it gets there: docs/serving-benchmarks.md. Measure on an idle machine.
+Rounds are interleaved: what disturbs the machine disturbs all. Who is no contender takes part in the first alone, over
+HTTP with what takes little time. Every measurement is kept in a file (`--state`) as soon as it is there, so that a run
+can be cut anywhere; a peer that is missing or fails is said and left out. Results are the median and the best of the
+rounds. What `--peers` holds: `_serve_engines.py`; how it gets there: docs/serving-benchmarks.md. Measure on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks._serve_engines import Engine, engines
 from benchmarks._serve_tables import write_report
 
 STATE = Path("serve_measured.jsonl")
-ROUNDS, HTTP_ROUNDS = 3, 2
+ROUNDS = 3
 
 
 class State:
@@ -126,7 +127,9 @@ def _offline(chosen: list[Engine], state: State, arguments: argparse.Namespace) 
 
 
 def _of_round(chosen: list[Engine], number: int) -> list[Engine]:
-    return [engine for engine in chosen if engine.contender or number == 0]
+    """Another one begins in each round."""
+    first = number % max(1, len(chosen))
+    return [engine for engine in chosen[first:] + chosen[:first] if engine.contender or number == 0]
 
 
 def _golden(driver: offline.Driver, tokenizer: Any) -> bool:
@@ -136,7 +139,8 @@ def _golden(driver: offline.Driver, tokenizer: Any) -> bool:
 
 
 def _http(chosen: list[Engine], state: State, arguments: argparse.Namespace) -> None:
-    """Servers stay up over the rounds, too: an idle one costs memory, no time."""
+    """Servers stay up over the rounds, too: an idle one costs memory, no time. Each case is asked of one after the
+    other, so that what is compared was measured within a minute."""
     servers: dict[str, http.Server] = {}
     failed: set[str] = set()
 
@@ -148,9 +152,11 @@ def _http(chosen: list[Engine], state: State, arguments: argparse.Namespace) -> 
         state.add("http", engine.name, case, number, http.measure(servers[engine.name], case, number))
 
     try:
-        for number in range(min(arguments.rounds, HTTP_ROUNDS)):
-            for engine in _of_round(chosen, number):
-                for name in http.CASES:
+        for number in range(arguments.rounds):
+            for name, rounds in http.CASES.items():
+                for engine in _of_round(chosen, number) if number < rounds else ():
+                    if not engine.contender and name not in http.BRIEF:
+                        continue
                     if engine.name not in failed and not state.has("http", engine.name, name, number):
                         state.check_time()
                         with _said(engine, failed):
