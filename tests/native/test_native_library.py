@@ -11,7 +11,7 @@ import pytest
 from modelworks.native import Unavailable, library, load
 
 SOURCE = '#include "twice.h"\nextern "C" int twice(int x) { return FACTOR * x; }\n'
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
 
 @pytest.fixture
@@ -26,6 +26,7 @@ def libraries(sources: list[Path]) -> list[Path]:
     return sorted((sources[0].parent / "cache").glob("*.so"))
 
 
+@needs_compiler
 def test_builds_once_and_again_when_a_header_changes(sources: list[Path]) -> None:
     assert load("twice", sources).twice(21) == 42
     (built,) = libraries(sources)
@@ -41,12 +42,14 @@ def _twice(sources: list[Path]) -> int:
     return int(load("twice", sources).twice(4))
 
 
+@needs_compiler
 def test_processes_that_want_it_together(sources: list[Path]) -> None:
     with multiprocessing.get_context("fork").Pool(3) as pool:
         assert pool.map(_twice, [sources] * 3) == [8, 8, 8]
     assert len(libraries(sources)) == 1
 
 
+@needs_compiler
 def test_an_error_in_the_source_is_told(sources: list[Path]) -> None:
     sources[0].write_text('extern "C" int twice(int x) { return y; }')
     with pytest.raises(Unavailable, match=r"could not build twice.*'y' was not declared"):
@@ -67,6 +70,7 @@ def test_without_a_compiler(sources: list[Path], monkeypatch: pytest.MonkeyPatch
         load("twice", sources)
 
 
+@needs_compiler
 def test_a_directory_that_others_write_to_is_refused(sources: list[Path]) -> None:
     directory = sources[0].parent / "cache"
     directory.mkdir()
@@ -75,6 +79,7 @@ def test_a_directory_that_others_write_to_is_refused(sources: list[Path]) -> Non
         load("twice", sources)
 
 
+@needs_compiler
 def test_a_library_that_does_not_load(sources: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     load("twice", sources, flags=["-DDAMAGED"])
     (built,) = libraries(sources)
