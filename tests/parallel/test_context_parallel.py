@@ -157,6 +157,7 @@ def drawn(draw: st.DrawFn, cp: int, mode: str) -> Case:
     return Case(seq_len, groups * draw(st.integers(1, 3)), groups, window, starts, rows, draw(st.integers(1, 5)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))

@@ -21,6 +21,7 @@ print([faults() for _ in range(30)][-1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator only")
 def test_memory_comes_back_without_page_faults() -> None:
     kept, given_back = (

@@ -69,6 +69,7 @@ def clean_loss(workers: WorkerPool, tiny_config: Config, tmp_path_factory: pytes
     return loss
 
 
+@pytest.mark.slow
 def test_weights_that_one_update_ruined_are_restored(whole: Path, clean_loss: float) -> None:
     """Skipping is of no use: the weights are bad. Going back is, and the run ends as well as one without trouble."""
     assert [(step, row["answer"]) for step, row in events(whole, "spike")] == [
@@ -89,6 +90,7 @@ def test_weights_that_one_update_ruined_are_restored(whole: Path, clean_loss: fl
     assert max(losses[step] for step in range(61, 121)) < 1.2 * losses[60]
 
 
+@pytest.mark.slow
 def test_a_stretch_of_bad_data_is_left_behind(
     workers: WorkerPool, tiny_config: Config, tmp_path: Path, clean_loss: float
 ) -> None:

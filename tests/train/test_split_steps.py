@@ -166,6 +166,7 @@ def met_meanwhile(mesh: Mesh, config: str, run_dir: str) -> list[bool]:
     return told
 
 
+@pytest.mark.slow
 def test_samples_and_compressors_may_take_longer_than_others_may_wait(
     workers: WorkerPool, tiny_config: Any, tmp_path: Path
 ) -> None:

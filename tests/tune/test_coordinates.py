@@ -48,6 +48,7 @@ def check(optimizer: dict[str, Any], **model: Any) -> CoordinateCheck:
 ADAMW = {"name": "adamw", "lr": 2e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "model"),
     [
