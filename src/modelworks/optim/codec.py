@@ -7,9 +7,10 @@ relative error is at most about 3 % in the upper decade and grows below it; what
 largest becomes 0.
 
 Blocks are the tiles of `modelworks.layout.tiles`: they depend on the logical tensor alone. Encoding multiplies by the
-float32 next to one over the largest magnitude (where that has none, below 3e-39, by the largest float32: what so small a
-block holds shrinks) and takes the nearest value, of two as near the lower one. Both directions work on pieces of whole rows of tiles, so that beside the codes
-there are never more than `PIECE` elements (or one row of tiles) in floating point.
+float32 next to one over the largest magnitude and takes the nearest value, of two as near the lower one. Below 3e-39
+there is no such float32, and the largest one stands for it: what so small a block holds shrinks. Both directions work
+on pieces of whole rows of tiles, so that beside the codes there are never more than `PIECE` elements (or one row of
+tiles) in floating point.
 """
 
 from __future__ import annotations

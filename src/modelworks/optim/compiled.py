@@ -45,17 +45,13 @@ class Job:
         self,
         kernel: Any,
         addresses: Sequence[int],
-        sizes: Sequence[int],
-        numbers: Sequence[float],
+        sizes: ctypes.Array[ctypes.c_int64],
+        numbers: ctypes.Array[ctypes.c_double],
         keeps: object = None,
     ) -> None:
         """keeps: whatever owns memory at the addresses and nobody else holds."""
-        self._kernel, self._keeps = kernel, keeps
-        self._arguments = (
-            (ctypes.c_void_p * len(addresses))(*addresses),
-            (ctypes.c_int64 * len(sizes))(*sizes),
-            (ctypes.c_double * len(numbers))(*numbers),
-        )
+        self._kernel, self._keeps, self.numbers = kernel, keeps, numbers
+        self._arguments = ((ctypes.c_void_p * len(addresses))(*addresses), sizes, numbers)
         self.after: Callable[[], More] | None = None
 
     def __call__(self) -> More:
@@ -71,7 +67,8 @@ class Kernels:
 
     def job(self, name: str, tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float] = ()) -> Job:
         """tensors: contiguous ones."""
-        return Job(self._kernel(name), [tensor.data_ptr() for tensor in tensors], sizes, numbers, tensors)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return Job(self._kernel(name), addresses, _sizes(*sizes), _numbers(numbers), tensors)
 
     def in_stretches(
         self, name: str, piece: Piece, columns: Sequence[str], numbers: Sequence[float], *, backwards: bool = False
@@ -79,10 +76,10 @@ class Kernels:
         """A kernel of (stretches of the columns; elements; numbers) over all of a piece.
 
         columns: "value", "gradient" or a state's kind. backwards: from the last stretch to the first: what a pass
-        before this one touched last is still in the cache.
+        before this one touched last is still in the cache. The jobs share one array of `numbers`.
         """
-        kernel = self._kernel(name)
-        jobs = [Job(kernel, addresses, [size], numbers) for addresses, size in _stretches(piece, columns)]
+        kernel, same = self._kernel(name), _numbers(numbers)
+        jobs = [Job(kernel, addresses, _sizes(size), same) for addresses, size in _stretches(piece, columns)]
         return jobs[::-1] if backwards else jobs
 
     def sums_in_stretches(
@@ -96,11 +93,12 @@ class Kernels:
     ) -> list[Job]:
         """As `in_stretches` with a kernel that takes, after the columns, an array of `n_sums` float64 and leaves its
         sums in it. The job that ends last calls `then` with the sums over all of the piece."""
-        kernel, stretches = self._kernel(name), list(_stretches(piece, columns))
+        kernel, same, stretches = self._kernel(name), _numbers(numbers), list(_stretches(piece, columns))
         partial = torch.empty(len(stretches), n_sums, dtype=torch.float64)
+        sums, width = partial.data_ptr(), n_sums * partial.element_size()
         jobs = [
-            Job(kernel, [*addresses, row.data_ptr()], [size], numbers, partial)
-            for (addresses, size), row in zip(stretches, partial, strict=True)
+            Job(kernel, [*addresses, sums + row * width], _sizes(size), same, partial)
+            for row, (addresses, size) in enumerate(stretches)
         ]
         last = _Last(len(jobs), lambda: then([sum(column) for column in zip(*partial.tolist(), strict=True)]))
         for job in jobs:
@@ -139,7 +137,7 @@ class _Queue:
     """Jobs to do. Workers stay while a job runs, as it may make more."""
 
     def __init__(self, jobs: Sequence[Callable[[], More]]) -> None:
-        self._jobs, self._n_running = deque(jobs), 0
+        self._jobs, self._n_running, self._n_waiting = deque(jobs), 0, 0
         self._changed = threading.Condition()
 
     def work(self) -> None:
@@ -154,13 +152,17 @@ class _Queue:
             finally:
                 with self._changed:
                     self._n_running -= 1
-                    self._jobs.extendleft(reversed(more or ()))
-                    self._changed.notify_all()
+                    if more:
+                        self._jobs.extendleft(reversed(more))
+                    if self._n_waiting:
+                        self._changed.notify_all()
 
     def _take(self) -> Callable[[], More] | None:
         with self._changed:
             while not self._jobs and self._n_running:
+                self._n_waiting += 1
                 self._changed.wait()
+                self._n_waiting -= 1
             if not self._jobs:
                 return None
             self._n_running += 1
@@ -204,6 +206,14 @@ def _stretches(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[list[int]
     n, width = piece.value.numel(), piece.value.element_size()
     for start in range(0, n, STRETCH):
         yield [address + start * width for address in starts], min(STRETCH, n - start)
+
+
+def _sizes(*sizes: int) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(sizes))(*sizes)
+
+
+def _numbers(numbers: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    return (ctypes.c_double * len(numbers))(*numbers)
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:

@@ -58,6 +58,7 @@ class Lamb:
         return kernels.sums_in_stretches("lamb_moments", piece, columns, 2, numbers, then)
 
     def second_pass(self, kernels: Kernels, piece: Piece, rate: float, step: Step) -> list[Job]:
+        """The rate is the first of the jobs' numbers."""
         columns = ("value", "exp_avg", "exp_avg_sq")
         numbers = (rate, *self._scales(step), self.eps, piece.options.weight_decay)
         return kernels.in_stretches("lamb_apply", piece, columns, numbers, backwards=True)
@@ -161,10 +162,14 @@ def _update(rule: Lamb | Lars, pieces: Sequence[Piece], step: Step, sums: Sums) 
 
 
 def _both_passes(rule: Lamb | Lars, kernels: Kernels, piece: Piece, step: Step) -> list[Job]:
-    def second_pass(squares: list[float]) -> list[Job]:
-        return rule.second_pass(kernels, piece, _rate(rule, piece, squares, step), step)
+    # Made before the rate is known: between the passes Python's own memory is out of the cache, and this took 5 %.
+    second_pass = rule.second_pass(kernels, piece, 0.0, step)
 
-    return rule.first_pass(kernels, piece, step, second_pass)
+    def with_rate(squares: list[float]) -> list[Job]:
+        second_pass[0].numbers[0] = _rate(rule, piece, squares, step)
+        return second_pass
+
+    return rule.first_pass(kernels, piece, step, with_rate)
 
 
 def _squares(rule: Lamb | Lars, pieces: Sequence[Piece], step: Step) -> dict[str, list[float]]:
