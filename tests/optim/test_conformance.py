@@ -47,7 +47,7 @@ def in_8_bits(values: Tensor, signed: bool) -> Tensor:
     largest = blocks.abs().amax((2, 3), keepdim=True)
     table = dynamic_map(signed)
     between = (table[1:].double() + table[:-1].double()).div(2).float()
-    nearest = table[torch.bucketize((blocks / largest).contiguous(), between)]
+    nearest = table[torch.bucketize((blocks * (1.0 / largest)).contiguous(), between)]
     return (nearest * largest).permute(0, 2, 1, 3).reshape(64, 80).double()
 
 
