@@ -97,6 +97,14 @@ def test_a_request_that_is_prepared_can_be_aborted_can_expire_and_counts(engine:
     assert not engine.has_work
 
 
+def test_after_warming_up_the_vocabulary_is_not_read_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.warm_up()
+    monkeypatch.delattr(Compiler, "__init__")  # nothing can make another
+    formed = Request("formed", [5], FORMED)
+    engine.submit(formed)
+    assert finished(engine, formed)[0].output.completions[0].text == "abbb"
+
+
 def test_a_wrong_structure_is_refused_alone_with_what_is_wrong(engine: Engine) -> None:
     plain, wrong = Request("plain", [5], PLAIN), Request("wrong", [5], TWO_WRONG)
     engine.submit(wrong)

@@ -109,6 +109,10 @@ class EngineCore:
         """Requests whose structure is being compiled. They wait, and may still turn out wrong (`Delta.refused`)."""
         return {name for name, (group, _) in self._preparing.items() if not group.is_over}
 
+    def warm_up(self) -> None:
+        """Spend a second on what structured outputs need, which the first of them would do beside others' steps."""
+        self._sampler.warm_up()
+
     def submit(self, request: Request) -> None:
         """Into the queue. What does not fit the context is not refused: it ends with "length" when the context is full.
 

@@ -40,13 +40,19 @@ class Preparation:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelworks-structures")
         return self._pool.submit(self.constraint, structure)
 
+    def warm_up(self) -> None:
+        """Make now what the first structure would need, so that it holds up nobody: reading a vocabulary is Python's
+        work, beside which steps are slow."""
+        if self._tokenizer is not None and self._end_ids:
+            self._made()
+
     def close(self) -> None:
         """Nothing more is begun. What is being compiled ends by itself."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _made(self) -> Compiler:
-        """The compiler, which takes a second of its own to make: it reads the whole vocabulary."""
+        """The compiler, which takes a second to make: it reads the whole vocabulary."""
         if self._tokenizer is None:
             raise _no_tokenizer()
         with self._lock:

@@ -82,6 +82,10 @@ class Sampler:
             return self._state(params, prompt_ids, seed, 0, None), found
         return self._state(params, prompt_ids, seed, 0, found), None
 
+    def warm_up(self) -> None:
+        """Make now what the first structure would need."""
+        self._preparation.warm_up()
+
     def close(self) -> None:
         """No structures are compiled any more."""
         self._preparation.close()

@@ -54,6 +54,7 @@ class ModelStart:
             raise UserError(f"{loaded.source} has no tokeniser, so it cannot read prompts; nothing can be served")
         defaults = self._defaults()
         engine = Engine(loaded, self.options)
+        engine.warm_up()
         return engine, ServedModel(
             name=self.name,
             vocab_size=loaded.config.vocab_size,
