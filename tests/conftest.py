@@ -3,6 +3,7 @@ the pool of workers, and a real model."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import random
@@ -112,12 +113,16 @@ def smollm2_file() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_reference(smollm2_file: Path) -> tuple[Any, Any]:
-    """Model (float32) and tokeniser as transformers reads them from that file, which takes seconds."""
+    """Model (float32) and tokeniser as transformers reads them from that file, which takes seconds: it would parse the
+    file three times, and make its table of names once for each module."""
+    import gguf
     import torch
     import transformers
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
         where, name = smollm2_file.parent, smollm2_file.name
         model = transformers.AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
         return model.eval(), transformers.AutoTokenizer.from_pretrained(where, gguf_file=name)
