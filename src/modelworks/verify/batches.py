@@ -3,6 +3,8 @@
 They are unkind on purpose: rows hold documents of unequal length, some rows have far fewer targets than others, one has
 none, and some targets count half, so that a wrong denominator, a mean of means or a mask that leaks shows. One row has
 targets to its end, so that every column has a gradient from the first step on.
+
+With a batch ramp steps take its sizes in turn, the full batch first: suspects are looked for in the first step.
 """
 
 from __future__ import annotations
@@ -13,8 +15,14 @@ from modelworks.config import RunConfig
 from modelworks.data import Batch
 
 
+def of_step(config: RunConfig, step: int) -> RunConfig:
+    """The run with the batch of one step, and without a ramp."""
+    sizes = config.batches.sizes
+    return config.with_batch(sizes[-1 - step % len(sizes)])
+
+
 def verification_batch(config: RunConfig, step: int) -> Batch:
-    """The global batch of one step, (global_batch, seq_len)."""
+    """The global batch of one step, (global_batch, seq_len). config: as `of_step` makes it."""
     rows, length, vocabulary = config.train.global_batch, config.data.seq_len, config.model.vocab_size
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     tokens = torch.randint(0, vocabulary, (rows, length + 1), generator=generator)

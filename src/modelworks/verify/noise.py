@@ -46,7 +46,7 @@ _NOISE = 1e-4  # of the global norm: smaller gradients are rounding, not compare
 def noisy_run(small: RunConfig) -> RunConfig:
     """The run for this comparison, of one that `shrink` has made."""
     ranks = small.parallel.dp_replicate * small.parallel.dp_shard
-    train = small.train.model_copy(update={"global_batch": MICRO_BATCHES * ranks})
+    train = small.with_batch(MICRO_BATCHES * ranks).train
     optimizer = small.optimizer.model_copy(update={"lr": LEARNING_RATE})
     return small.model_copy(update={"train": train, "optimizer": optimizer})
 

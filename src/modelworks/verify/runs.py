@@ -34,7 +34,7 @@ from modelworks.models import (
 from modelworks.optim import Optimizer, build_optimizer
 from modelworks.parallel import Mesh, SplitModel, split_model, state_allocator
 from modelworks.train import NonFiniteStep, Precision, apply_gradients, compute_gradients, data_rows
-from modelworks.verify.batches import verification_batch
+from modelworks.verify.batches import of_step, verification_batch
 from modelworks.verify.hidden import HiddenRecorder
 from modelworks.verify.observed import Observed
 
@@ -49,7 +49,7 @@ def run_whole(config: RunConfig, steps: int, precision: Precision) -> Observed:
     observed = Observed([], [], [], _copies(dict(model.named_parameters())), {})
     scale = LOSS_SCALE if precision.scales_loss else 1.0
     for step in range(steps):
-        batch = verification_batch(config, step)
+        batch = verification_batch(of_step(config, step), step)
         recorder = HiddenRecorder([model]) if step == 0 and precision == FLOAT64 else None
         routing = Routing(scale / batch.n_rows, config.data.seq_len) if config.model.n_experts else None
         loss, nll, total = _whole_loss(model, batch, config, step, precision, routing)
@@ -102,12 +102,13 @@ def _observe_split(
     sent = mesh.traffic.take()
     for step in range(steps):
         mesh.labels.step(step + 1)
-        batch = verification_batch(config, step).rows(data_rows(model, config.train.global_batch))
+        now = of_step(config, step)
+        batch = verification_batch(now, step).rows(data_rows(model, now.train.global_batch))
         listens = step == 0 and precision == FLOAT64
         recorder = HiddenRecorder(list(model.parts.values())) if listens else None
         mesh.traffic.take()
         gradients = compute_gradients(
-            model, batch, config, step=step, micro_batch=micro_batch, precision=precision, loss_scale=scale
+            model, batch, now, step=step, micro_batch=micro_batch, precision=precision, loss_scale=scale
         )
         if recorder is not None:
             observed.hidden.update(recorder.split(model))
@@ -115,7 +116,7 @@ def _observe_split(
         observed.gradients.append(found)
         observed.losses.append(gradients.loss)
         try:
-            done = apply_gradients(model, optimizer, gradients, config, lr=config.optimizer.lr, loss_scale=scale)
+            done = apply_gradients(model, optimizer, gradients, now, lr=config.optimizer.lr, loss_scale=scale)
             observed.norms.append(done.grad_norm)
         except NonFiniteStep as stop:
             observed.norms.append(stop.grad_norm)

@@ -3,7 +3,8 @@
 Kept: the layout and its schedule, ties, how query heads share key heads, which sizes do not divide, experts and which
 layers have them, windows shorter than the sequence, dropout, packing, precision, the optimiser and clipping, µP. Made
 small: widths, depth, vocabulary, sequence and batch, each to the least that still gives every rank, stage, expert and
-micro-batch something to do. Invariant: `check_layout` accepts the small run where it accepts the user's.
+micro-batch something to do. Of a batch ramp the smallest stage and the full batch stay, as numbers of micro-batches.
+Invariant: `check_layout` accepts the small run where it accepts the user's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from modelworks.config import ModelConfig, ParallelConfig, RunConfig
+from modelworks.config import BatchStage, Duration, ModelConfig, ParallelConfig, RunConfig
 from modelworks.layout import check_layout
 from modelworks.layout.pipeline import stage_layers
 
@@ -25,7 +26,7 @@ def shrink(config: RunConfig) -> RunConfig:
     check_layout(config)
     parallel = config.parallel
     length = _length(parallel)
-    rows = _micro_batches(parallel)
+    rows, ranks = _micro_batches(parallel), parallel.dp_replicate * parallel.dp_shard
     small = config.model_copy(
         update={
             "model": _model(config, length),
@@ -33,8 +34,8 @@ def shrink(config: RunConfig) -> RunConfig:
             "data": config.data.model_copy(update={"seq_len": length, "tokenizer": "none"}),
             "train": config.train.model_copy(
                 update={
-                    "global_batch": rows * parallel.dp_replicate * parallel.dp_shard,
-                    "batch_ramp": None,
+                    "global_batch": rows * ranks,
+                    "batch_ramp": _ramp(config, rows, ranks),
                     "micro_batch": 1,
                     "device": "cpu",
                     "compile": False,
@@ -63,7 +64,7 @@ def describe(config: RunConfig, small: RunConfig) -> str:
         parts.append(f"experts {was.n_experts} -> {now.n_experts}")
     parts.append(f"vocabulary {was.vocab_size} -> {now.vocab_size}")
     parts.append(f"length {config.data.seq_len} -> {small.data.seq_len}")
-    parts.append(f"batch {config.train.global_batch} -> {small.train.global_batch}")
+    parts.append(f"batch {_ends(config.batches.sizes)} -> {_ends(small.batches.sizes)}")
     return ", ".join(parts)
 
 
@@ -155,6 +156,19 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
 def _micro_batches(parallel: ParallelConfig) -> int:
     """Micro-batches of one row on each data-parallel rank: several, and enough to fill a pipeline."""
     return 3 if parallel.pp == 1 else 2 * parallel.pp
+
+
+def _ramp(config: RunConfig, rows: int, ranks: int) -> list[BatchStage] | None:
+    """The smallest stage in front of the full batch, which has `rows` micro-batches of one row on each rank."""
+    if not config.batches.ramps:
+        return None
+    each, micro = min(config.batches.sizes) // ranks, config.train.micro_batch
+    fewest = 1 if micro == "auto" else -(-each // micro)
+    return [BatchStage(batch=min(fewest, rows - 1) * ranks, until=Duration(1, "steps"))]
+
+
+def _ends(sizes: list[int]) -> str:
+    return f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
 
 
 def _length(parallel: ParallelConfig) -> int:

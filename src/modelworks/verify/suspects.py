@@ -55,10 +55,14 @@ def name_suspects(whole: Observed, split: Observed, config: RunConfig, found: Di
             f"update: rank {after[wrong[0]][1]} has other values of {wrong[0]} than are stored ({len(wrong)} "
             "parameters in all): they are not gathered after the update, or ranks do not update alike"
         ]
-    return [
+    later = [
         "update: the first step's gradients and norm agree, what follows does not: clipping, optimiser state, weight "
         "decay, or (with experts) the bias of routers"
     ]
+    if config.batches.ramps:
+        rows = config.batches.sizes[0]
+        later.append(f"or steps of {rows} rows, as the second is (train.batch_ramp): a rank has fewer micro-batches")
+    return later
 
 
 def _above(errors: dict[str, float], bound: float) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from modelworks.config import RunConfig, dump_yaml, parse_run_config
+from modelworks.config import RunConfig, UserError, dump_yaml, parse_run_config
 from modelworks.layout import Layout
 from modelworks.parallel import Mesh, SplitModel, build_mesh, joined, launch, process_group, single_process
 from modelworks.train import PRECISIONS, Precision
@@ -79,6 +79,8 @@ def verify(config: RunConfig, *, steps: int = 3, precision: VerifyPrecision = "f
     """
     started = time.monotonic()
     small = shrink(config)
+    if precision == "float64" and steps < (sizes := len(small.batches.sizes)):
+        raise UserError(f"--steps: got {steps}, expected at least {sizes}: train.batch_ramp has steps of several sizes")
     layout = Layout.of(small.parallel)
     arguments = {"config": dump_yaml(small), "steps": steps, "precision": precision}
     if layout.world_size == 1:
