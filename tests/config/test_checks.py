@@ -40,6 +40,21 @@ TWO = "model: llama-tiny\ndata: {sources: [{name: a, type: text, path: a}, {name
             r"got 2048, expected at most 1024: the model learns model.max_seq_len \(1024\) positions",
         ),
         (
+            "model: llama-tiny\noptimizer: {name: sgd, momentum: 0, nesterov: true}",
+            "optimizer.nesterov",
+            "got true, expected false with optimizer.momentum 0",
+        ),
+        (
+            "model: llama-tiny\noptimizer: {name: lamb, trust_clamp: [2, 1]}",
+            "optimizer.trust_clamp",
+            r"got \[2.0, 1.0\], expected two bounds of a weight's norm, the lower one first",
+        ),
+        (
+            "model: llama-tiny\noptimizer: {groups: [{pattern: '*', match: x, lr_multiplier: 0.5}]}",
+            "optimizer.groups.0.match",
+            "expected a key of `optimizer.groups.0`: pattern, lr_multiplier, weight_decay",
+        ),
+        (
             "model: llama-tiny\ndata: {seq_len: 2048}",
             "data.seq_len",
             r"model.max_seq_len \(1024\) without rope_scaling",

@@ -50,6 +50,8 @@ def cross_problems(sections: Sections) -> list[Problem]:
         problems += _lengths(model, data)
     if train:
         problems += _training(train)
+    if sections.optimizer:
+        problems += _optimizer(sections.optimizer)
     if train and sections.schedule:
         problems += _schedule(train, sections.schedule, data)
     if model and sections.optimizer:
@@ -129,6 +131,15 @@ def _unused_in_health(health: HealthConfig) -> Iterator[tuple[str, str]]:
     if health.spikes != "rollback":
         for key in ("rollback_from", "rollback_limit"):
             yield f"health.{key}", f"only rollback goes back to an earlier state, {because}"
+
+
+def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:
+    if optimizer.trust_clamp is not None:
+        low, high = optimizer.trust_clamp
+        if not low < high:
+            yield Problem("optimizer.trust_clamp", [low, high], "two bounds of a weight's norm, the lower one first")
+    if optimizer.name == "sgd" and optimizer.nesterov and not optimizer.momentum:
+        yield Problem("optimizer.nesterov", True, "false with optimizer.momentum 0: it looks ahead along the momentum")
 
 
 def _unused_in_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:

@@ -62,7 +62,8 @@ def key_paths(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterato
 
 def unknown_key(path: str, value: Any) -> Problem:
     """The problem of a key that does not exist, with the nearest that does: another tool's name for it, a slip of the
-    finger in the same section, the same name in another section, or anything alike."""
+    finger in the same section, the same name in another section, or anything alike; of a list's items, whose keys are
+    few, just these."""
     parent, _, name = path.rpartition(".")
     inside = f"{parent}." if parent else ""
     keys = list(section_fields(_section_at(path)))
@@ -75,8 +76,8 @@ def unknown_key(path: str, value: Any) -> Problem:
     elif elsewhere:
         suggestion = "` or `".join(elsewhere[:3])
     else:
-        close = nearest(name, keys)
-        suggestion = f"{inside}{close}" if close else _near_anywhere(name, everywhere)
+        close, in_list = nearest(name, keys), parent.rpartition(".")[2].isdigit()
+        suggestion = f"{inside}{close}" if close else None if in_list else _near_anywhere(name, everywhere)
     expected = f"a key of `{parent}`" if parent else "a top-level key"
     return Problem(path, value, expected if suggestion else f"{expected}: {', '.join(keys)}", suggestion)
 
