@@ -171,6 +171,7 @@ def test_two_ranks_answer_alike_and_the_death_of_one_is_told(server: Running, mo
     [
         (["--port", "70000"], "--port"),
         (["--tp", "0"], "--tp"),
+        (["--prompt-stall", "0.5"], "--prompt-stall"),
         (["--dtype", "bf61"], "did you mean `bf16`"),
         (["--kv-cache", "much"], "--kv-cache"),
         (["--grace", "-1"], "grace"),

@@ -52,7 +52,7 @@ def test_a_conversation(page: Page) -> None:
     page.evaluate("at('system').value = ''")
 
 
-def test_stop(page: Page) -> None:
+def test_stop(page: Page, server: Serving) -> None:
     n_aborted = len(ENGINE.aborted)
     page.evaluate("at('clear').click(), at('max_tokens').value = '200'")
     say(page, "!slow")
@@ -61,7 +61,7 @@ def test_stop(page: Page) -> None:
     page.evaluate("at('stop').click()")
     page.until("document.querySelector('.speed')?.textContent.endsWith('(stopped)')")
     assert page.evaluate("at('send').disabled") is False
-    assert len(ENGINE.aborted) <= n_aborted + 1
+    server.wait_for(lambda: len(ENGINE.aborted) == n_aborted + 1)
 
 
 def test_errors_are_shown(page: Page) -> None:
@@ -77,4 +77,5 @@ def test_errors_are_shown(page: Page) -> None:
 
 def test_nothing_comes_from_elsewhere(page: Page, server: Serving) -> None:
     loaded = page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert loaded
     assert all(name.startswith(server.url) for name in loaded)

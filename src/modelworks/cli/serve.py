@@ -117,6 +117,8 @@ def command(
 
     if tp < 1:
         raise UserError(f"--tp: got {tp}, expected a whole number >= 1")
+    if prompt_stall != 0 and not prompt_stall > 1:  # EngineOptions calls it `stall`, which is another option here
+        raise UserError(f"--prompt-stall: got {prompt_stall:g}, expected a number > 1, or 0 for no bound")
     check_choice("--dtype", dtype, ("auto", "fp32", "bf16", "fp16"))
     check_choice("--device", device, ("auto", "cpu", "cuda"))
     server = ServerOptions(
