@@ -17,8 +17,9 @@ import pytest
 from serving import Serving, serving
 
 from modelworks.config import UserError
-from modelworks.serve.engine_client import EngineGone
+from modelworks.serve.engine_client import EngineClient, EngineGone
 from modelworks.serve.engine_loop import engine_process
+from modelworks.serve.messages import Failed
 from modelworks.serve.params import SamplingParams
 from modelworks.serve.request import Request
 from modelworks.serve.served_model import ServedModel
@@ -148,6 +149,21 @@ def test_an_engine_without_a_front_ends() -> None:
     ours.close()
     process.join(20)
     assert process.exitcode == 0
+
+
+def test_what_an_engine_says_when_its_front_has_left_is_let_go() -> None:
+    ours, theirs = multiprocessing.Pipe()
+
+    async def front() -> set[threading.Thread]:
+        others = set(threading.enumerate())
+        EngineClient(ours)
+        return set(threading.enumerate()) - others
+
+    threads = asyncio.run(front())
+    theirs.send(Failed("too late", by_user=False))
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_silence_is_no_health() -> None:

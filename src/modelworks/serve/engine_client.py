@@ -147,15 +147,21 @@ class EngineClient:
         self._outbox.put(Stop())
 
     def _read(self) -> None:
-        try:
+        with contextlib.suppress(EOFError, OSError):
             while True:
                 message: FromEngine = self._connection.recv()
-                self._loop.call_soon_threadsafe(self._take, message)
-        except (EOFError, OSError):
-            pass
+                if not self._call(self._take, message):
+                    break
         self._outbox.put(None)  # the writer ends too
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._end)
+        self._call(self._end)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> bool:
+        """In the event loop. False: it is closed, and nobody is left to be told."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            return False
+        return True
 
     def _write(self) -> None:
         while (first := self._outbox.get()) is not None:
