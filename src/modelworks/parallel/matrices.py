@@ -2,16 +2,19 @@
 
 Of every matrix one of its holders is the owner, by a rule that all ranks work out alone: the dearest matrices first,
 each to the holder with the least to do. The owner receives the slices that it lacks from ranks that count them,
-computes, and sends each holder its slice of the result, so that copies stay bit for bit alike. A rank works on one
-matrix at a time: beside its own slices it holds one whole matrix and its result.
+computes, and sends each holder its slice of the result, so that copies stay bit for bit alike.
+
+A rank works on one matrix at a time, while the slices of the next one come and those of the result before go out:
+beside its own slices it holds two whole matrices and two results at most. All ranks start messages in the same order.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -20,6 +23,7 @@ from modelworks.optim.orthogonal import is_matrix
 from modelworks.parallel.mesh import Mesh
 
 Specs = Mapping[str, ShardSpec]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,21 @@ class MatrixExchange:
     ) -> dict[str, Tensor]:
         """See `optim.orthogonal.WholeMatrices`."""
         results = {name: tensor.new_empty(tensor.shape) for name, tensor in slices.items()}
-        for jobs in self._rounds(frozenset(slices)):
-            wholes = self._gather(jobs, slices)
-            self._return(jobs, {job: compute(whole) for job, whole in wholes.items()}, results)
+        rounds = self._rounds(frozenset(slices))
+        gathers = _one_ahead(self._gather(jobs, slices) for jobs in rounds)
+        returned: Callable[[], None] | None = None
+        for jobs, gathered in zip(rounds, gathers, strict=True):
+            computed = {number: compute(whole) for number, whole in gathered().items()}
+            if returned:
+                returned()
+            returned = self._return(jobs, computed, results)
+        if returned:
+            returned()
         return results
 
-    def _gather(self, jobs: list[_Job], slices: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """The matrices of one round that this rank owns (one at most), by number."""
+    def _gather(self, jobs: list[_Job], slices: Mapping[str, Tensor]) -> Callable[[], dict[int, Tensor]]:
+        """Starts it. What it returns waits, and gives the matrices of one round that this rank owns (one at most), by
+        number."""
         rank = self._mesh.rank
         sends, receives, wholes, places = [], [], {}, []
         for number, job in enumerate(jobs):
@@ -81,12 +93,20 @@ class MatrixExchange:
             elif rank in job.senders():
                 part = job.part(rank, slices[job.name]).to(self._mesh.device).contiguous()
                 sends.append((part, job.owner))
-        self._talk(sends, receives)
-        for (buffer, _), (number, place) in zip(receives, places, strict=True):
-            wholes[number][place] = buffer
-        return wholes
+        wait = self._talk(sends, receives)
 
-    def _return(self, jobs: list[_Job], computed: Mapping[int, Tensor], results: Mapping[str, Tensor]) -> None:
+        def finish() -> dict[int, Tensor]:
+            wait()
+            for (buffer, _), (number, place) in zip(receives, places, strict=True):
+                wholes[number][place] = buffer
+            return wholes
+
+        return finish
+
+    def _return(
+        self, jobs: list[_Job], computed: Mapping[int, Tensor], results: Mapping[str, Tensor]
+    ) -> Callable[[], None]:
+        """Starts it. What it returns waits, and then the results of one round are there."""
         rank = self._mesh.rank
         sends, receives, targets = [], [], []
         for number, job in enumerate(jobs):
@@ -100,14 +120,26 @@ class MatrixExchange:
             else:
                 receives.append((target.new_empty(target.shape, device=self._mesh.device), job.owner))
                 targets.append(target)
-        self._talk(sends, receives)
-        for (buffer, _), target in zip(receives, targets, strict=True):
-            target.copy_(buffer)
+        wait = self._talk(sends, receives)
 
-    def _talk(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
-        """Between two ranks messages arrive in the order of the jobs, on both sides the same."""
-        for work in self._mesh.group("world").exchange(sends, receives):
-            work.wait()
+        def finish() -> None:
+            wait()
+            for (buffer, _), target in zip(receives, targets, strict=True):
+                target.copy_(buffer)
+
+        return finish
+
+    def _talk(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Callable[[], None]:
+        """Between two ranks messages arrive in the order of the jobs, on both sides the same. Returns what waits for
+        them; until then it keeps what is sent."""
+        works = self._mesh.group("world").exchange(sends, receives)
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            sends.clear()
+
+        return wait
 
     def _plan(self, own: frozenset[str]) -> list[list[_Job]]:
         """Rounds in which a rank owns one matrix at most; the same on every rank. own: what this rank hands in."""
@@ -115,6 +147,15 @@ class MatrixExchange:
         held = [self._specs_of(rank) for rank in range(n_ranks)]
         held[self._mesh.rank] = {name: spec for name, spec in held[self._mesh.rank].items() if name in own}
         return plan_rounds(held, lambda spec: is_matrix(spec.name, spec.shape))
+
+
+def _one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """Each item when the next one has been made."""
+    last: list[T] = []
+    for item in items:
+        yield from last
+        last = [item]
+    yield from last
 
 
 def plan_rounds(held: list[Specs], wanted: Callable[[ShardSpec], bool]) -> list[list[_Job]]:
