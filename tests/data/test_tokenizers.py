@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
 
 from modelworks.config import TokenizerTraining, UserError
 from modelworks.data import StreamDecoder, Tokenizer
@@ -65,6 +66,55 @@ def test_streaming_never_shows_half_a_character(bpe: Tokenizer) -> None:
     half = bpe.encode("🦩")[:2]  # not in the training text: several tokens
     assert decoder.push_all(half) == ""
     assert decoder.flush() == "\ufffd"
+
+
+@given(text=st.text(max_size=80) | st.text(" ▁\nae\u0301\u0308ιω", max_size=80))
+@settings(max_examples=150, deadline=None)
+def test_a_text_has_no_fewer_tokens_than_its_length_tells(tokenizer: Tokenizer, text: str) -> None:
+    for source in (text, text + "<|endoftext|>" * 3, "e\u0301" + text):
+        assert tokenizer.fewest_tokens(source) <= len(tokenizer.encode(source))
+
+
+def test_how_few_tokens_a_text_has_is_told_only_where_no_character_is_lost(bpe: Tokenizer) -> None:
+    longest = max(len(bpe.token_bytes(token)) for token in range(bpe.vocab_size))
+    assert bpe.fewest_tokens("é" * 5000) == -(-10_000 // longest)
+    for change in ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+                   {"pre_tokenizer": {"type": "Whitespace"}}):  # fmt: skip
+        rules = Backend.from_str(json.dumps(json.loads(bpe.to_json()) | change))
+        assert Tokenizer(rules, eos_id=0).fewest_tokens(" " * 5000) == 0
+    composing = Tokenizer(
+        Backend.from_str(json.dumps(json.loads(bpe.to_json()) | {"normalizer": {"type": "NFC"}})), eos_id=0
+    )
+    shrunk = "\u03b9\u0308\u0301" * 500  # the worst that NFC does
+    assert 0 < composing.fewest_tokens(shrunk) <= len(composing.encode(shrunk))
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(bpe: Tokenizer) -> None:
+    text, begun, n_beats = "".join(TEXTS) * 400, threading.Event(), 0
+
+    def work() -> None:
+        bpe.encode(text[:10])
+        begun.set()
+        bpe.encode(text + "<|endoftext|>")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    while thread.is_alive():
+        n_beats += 1
+        time.sleep(0)
+    assert n_beats > 100, "`encode` of the backend holds the interpreter from beginning to end"
+
+
+def test_a_template_is_compiled_once_for_all_conversations(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "{% set seen = namespace(n=0) %}{% for m in messages %}{% set seen.n = seen.n + 1 %}{{ seen.n }}{% endfor %}"
+    )
+    talking = Tokenizer(bpe.backend, eos_id=0, chat_template=source)
+    one, two = [{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}] * 2
+    assert talking.render_chat(two) == "12"
+    monkeypatch.setattr("jinja2.Environment.compile", None)
+    assert talking.render_chat(one) == "1", "nothing is left of the first"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

@@ -37,6 +37,7 @@ MAGIC = {  # first characters of a prompt: what happens
     "!refuse": "the engine says that the request is wrong",
     "!full": "the engine says that its queue is full",
     "!stop": "ends by itself after three tokens",
+    "!mute": "no token comes until it is aborted",
     "!hang": "the engine is stuck for a while",
 }
 TEMPLATE = (
@@ -159,7 +160,9 @@ class FakeEngine:
         deltas, self._aborted = self._aborted, []
         for request_id, completions in list(self._live.items()):
             for completion in completions:
-                if not completion.ended:
+                if completion.magic == "!mute":
+                    time.sleep(0.001)
+                elif not completion.ended:
                     deltas.append(self._next(completion))
             if all(completion.ended for completion in completions):
                 del self._live[request_id]

@@ -206,3 +206,21 @@ def test_abort_by_id(server: Serving, http: httpx2.Client) -> None:
     assert last["id"] == request_id
     assert last["choices"][0]["finish_reason"] == "abort"
     assert http.post("/abort", json={"request_id": request_id}).json()["aborted"] is False, "again: no error"
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_an_echo_that_is_aborted_before_its_prompt_was_scored(
+    server: Serving, http: httpx2.Client, max_tokens: int
+) -> None:
+    """Its lists are as long as each other, and it does not say that it is what was asked for."""
+    body = {"prompt": "!mute", "max_tokens": max_tokens, "stream": True, "echo": True, "logprobs": 1, "n": 2}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        http.post("/abort", json={"request_id": answer.headers["X-Request-Id"]})
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    choices = [json.loads(each)["choices"][0] for each in events[:-1]]
+    for index in range(2):
+        first, last = (each for each in choices if each["index"] == index)
+        assert first["text"] == "!mute"
+        assert {len(values) for values in first["logprobs"].values()} == {5}
+        assert first["logprobs"]["token_logprobs"] == [None] * 5, "not known"
+        assert last["finish_reason"] == "abort"

@@ -46,7 +46,14 @@ def running_again(server: Serving, n_restarts: int) -> None:
     server.wait_for(condition, 60)
 
 
-def test_a_killed_engine_is_noticed_and_replaced(server: Serving, http: httpx2.Client) -> None:
+def test_a_killed_engine_is_noticed_and_replaced(
+    server: Serving, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the front answers while it waits for the process to be gone."""
+    process, answered, waits = server.service.engine._process, threading.Event(), list[bool]()
+    assert process is not None
+    join = process.join
+    monkeypatch.setattr(process, "join", lambda timeout=None: (waits.append(answered.wait(5)), join(timeout)))
     before = server.service.engine.health()
     assert before.pid is not None
     assert before.pid != os.getpid()
@@ -57,9 +64,11 @@ def test_a_killed_engine_is_noticed_and_replaced(server: Serving, http: httpx2.C
         told = [line for line in lines if line]
     assert '"engine_unavailable"' in told[-2], "who was served is told"
     assert told[-1] == "data: [DONE]"
-    health = http.get("/health").json()
-    assert health["error"] == "the engine's process ended (signal SIGKILL)"
+    assert http.get("/health").json()["error"].startswith("the engine's process ended")
+    answered.set()
+    server.wait_for(lambda: "(signal SIGKILL)" in (server.service.engine.health().error or ""))
     running_again(server, before.n_restarts + 1)
+    assert waits == [True]
     assert server.service.engine.health().pid != before.pid
     assert http.get("/health").status_code == 200
     assert http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2}).json()["choices"][0]["text"] == "ab"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import fake_engine
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
 
+from modelworks.data import StreamDecoder, Tokenizer
 from modelworks.serve.api.tool_calls import (
     BARE,
     FORCED,
@@ -21,6 +24,7 @@ from modelworks.serve.api.tool_calls import (
     ToolCallStream,
     style_of,
 )
+from modelworks.serve.api.tools import Marker
 
 PIECES = ['{"name"', ": ", '"a"', "{", "}", "[", "]", ",", "<tool_call>", "</tool_call>", "x", "\n", '"', "\\"]
 JSON = st.recursive(
@@ -133,3 +137,27 @@ def test_the_style_follows_from_the_template() -> None:
     assert style_of("{{ '[TOOL_CALLS]' }}") is MARKED
     assert style_of('{% if tools %}{"name": function name, "parameters": …}') is BARE
     assert style_of("{{ messages }}") is None
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text("aé日[", max_size=5), min_size=1, max_size=4), st.data())
+def test_a_marker_that_is_no_text_is_put_back_where_it_stood(parts: list[str], data: st.DataObject) -> None:
+    """However many tokens come at once, and however late their text."""
+    backend = Backend.from_str(fake_engine.byte_tokenizer().to_json())
+    backend.add_special_tokens([MARKED.begin])
+    tokenizer = Tokenizer(backend, eos_id=0)
+    mark = tokenizer.token_to_id(MARKED.begin)
+    assert mark is not None
+    ids, decoder, marker = (
+        tokenizer.encode(MARKED.begin.join(parts)),
+        StreamDecoder(tokenizer),
+        Marker(MARKED.begin, mark, StreamDecoder(tokenizer)),
+    )
+    held = whole = ""
+    while ids:
+        count = data.draw(st.integers(1, len(ids)))
+        held += decoder.push_all(ids[:count])
+        shown = len(held) if count == len(ids) else data.draw(st.integers(0, len(held)))
+        whole += marker.put_back(ids[:count], held[:shown])
+        ids, held = ids[count:], held[shown:]
+    assert whole == MARKED.begin.join(parts)

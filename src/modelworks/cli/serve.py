@@ -90,6 +90,14 @@ def command(
     ] = True,
     deadline: Annotated[float, typer.Option("--deadline", help="Seconds for requests that name no `timeout`.")] = 600.0,
     body_limit: Annotated[str, typer.Option("--body-limit", help="Size of a request's body, at most.")] = "4MiB",
+    client_timeout: Annotated[
+        float,
+        typer.Option("--client-timeout", help="Seconds that a client may take to send a request's head, or its body."),
+    ] = 60.0,
+    max_connections: Annotated[
+        int | None,
+        typer.Option("--max-connections", help="At once; more get a 503. Default: 2048, or what open files allow."),
+    ] = None,
     grace: Annotated[float, typer.Option("--grace", help="Seconds to finish running requests at the end.")] = 30.0,
     stall: Annotated[
         float, typer.Option("--stall", help="Seconds of an engine's silence after which /health says so.")
@@ -110,7 +118,7 @@ def command(
     modelworks serve model.gguf --dtype bf16 --max-model-len 4096 --name smollm
     curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 20}' -H 'Content-Type: application/json'
     """
-    from modelworks.serve.api import ServerOptions, bind
+    from modelworks.serve.api import ServerOptions, bind, connections_allowed
     from modelworks.serve.eviction import parse_policy
     from modelworks.serve.options import EngineOptions
     from modelworks.serve.start import ModelStart
@@ -124,6 +132,8 @@ def command(
     server = ServerOptions(
         api_key=api_key,
         body_limit=_bytes("--body-limit", body_limit),
+        client_timeout=client_timeout,
+        max_connections=connections_allowed(max_connections),
         deadline=deadline,
         longest_deadline=max(deadline, 3600.0),
         grace=grace,

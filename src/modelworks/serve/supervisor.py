@@ -145,26 +145,21 @@ class Supervisor:
         if self._state != "running":
             return
         failure = self._client.failure if self._client else None
-        self._error = failure.message if failure else "the engine's process ended" + self._how()
+        self._error = failure.message if failure else "the engine's process ended"
         now = time.monotonic()
         self._ends.append(now)
         while self._ends[0] < now - WINDOW:
             self._ends.popleft()
-        _LOG.error("%s", self._error)
         self._state = "restarting"
         self.on_end()
-        self._restart = asyncio.ensure_future(self._start_again())
+        self._restart = asyncio.ensure_future(self._start_again(told=failure is not None))
 
-    def _how(self) -> str:
-        if self._process is None:
-            return ""
-        self._process.join(1.0)
-        code = self._process.exitcode
-        if code is not None and code < 0:
-            return f" (signal {signal.Signals(-code).name})"
-        return f" (exit code {code})"
-
-    async def _start_again(self) -> None:
+    async def _start_again(self, *, told: bool) -> None:
+        """told: whether the engine said itself why it ended."""
+        if self._process is not None:  # its pipe closes a moment before it has ended, or it may be stuck at its end
+            await asyncio.to_thread(_join, self._process)
+            self._error = self._error if told else f"the engine's process ended ({_how(self._process)})"
+        _LOG.error("%s", self._error)
         while len(self._ends) <= RESTARTS:
             await asyncio.sleep(min(self._first_pause * 2 ** (len(self._ends) - 1), LONGEST_PAUSE))
             self._n_restarts += 1
@@ -179,6 +174,11 @@ class Supervisor:
         self._state = "failed"
         _LOG.error("the engine ended %d times in %.0f s: given up", len(self._ends), WINDOW)
         self.gave_up.set()
+
+
+def _how(process: BaseProcess) -> str:
+    code = process.exitcode
+    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
 def _join(process: BaseProcess) -> None:

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from modelworks.config import UserError
+from modelworks.data.tokenizers.bound import longest_token
 from modelworks.data.tokenizers.pieces import PIECE, Part, document_parts, grouped, pieces
 
 
@@ -56,7 +57,9 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self._added = {i: token.content for i, token in added.items()}
-        self._bytes = TokenBytes(self.backend, self._added)
+        rules = json.loads(self.to_json())
+        self._bytes = TokenBytes(self.backend, self._added, rules["decoder"])
+        self._longest = longest_token(rules)
         self._variants: dict[tuple[bool, bool], Any] = {(True, False): self.backend}
 
     # ------------------------------------------------------------------ where tokenisers come from
@@ -98,6 +101,10 @@ class Tokenizer:
         """The ids of a prompt, after `start_id` where the model expects it and the text does not begin with it."""
         ids = self.encode(text)
         return [self.start_id, *ids] if self.add_bos and ids[:1] != [self.start_id] else ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many ids `encode(text)` has at least, told from its length alone; 0 where that tells nothing."""
+        return 0 if self._longest is None else -(-len(text.encode()) // self._longest)
 
     def encode_document(self, text: str) -> NDArray[np.uint32]:
         """`start_id`, the text as plain characters, `eos_id`: what a training set holds."""
@@ -184,9 +191,9 @@ class Tokenizer:
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
         whole = len(text) <= PIECE or (parse_special and any(token in text for token in self._added.values()))
         parts = [text] if whole else list(pieces(text))
-        ids: list[int] = self._variant(parse_special, False).encode(parts[0], add_special_tokens=False).ids
+        ids = _ids(self._variant(parse_special, False), parts[0])
         for part in parts[1:]:
-            ids.extend(self._variant(parse_special, True).encode(part, add_special_tokens=False).ids)
+            ids.extend(_ids(self._variant(parse_special, True), part))
         return ids
 
     def _variant(self, parse_special: bool, continuing: bool) -> Any:
@@ -203,6 +210,13 @@ class Tokenizer:
         return self._variants[key]
 
 
+def _ids(backend: Any, text: str) -> list[int]:
+    """By `encode_batch_fast`: unlike `encode` it lets other threads run meanwhile, and works out no offsets."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoding.ids
+    return ids
+
+
 def put_bos_first(backend: Any, token_id: int) -> None:
     """Write the rule into the backend, for other readers of its `tokenizer.json`; `encode` here never follows it."""
     token = backend.id_to_token(token_id)
@@ -214,10 +228,9 @@ def put_bos_first(backend: Any, token_id: int) -> None:
 class TokenBytes:
     """The bytes of every token, worked out from the kind of decoder in `tokenizer.json`, on demand."""
 
-    def __init__(self, backend: Any, added: Mapping[int, str]) -> None:
+    def __init__(self, backend: Any, added: Mapping[int, str], decoder: Any) -> None:
         self._backend, self._added = backend, added
         self._known: dict[int, bytes] = {}
-        decoder = json.loads(backend.to_str())["decoder"]
         parts = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder] if decoder else []
         kinds = {part["type"] for part in parts}
         self._byte_level = "ByteLevel" in kinds

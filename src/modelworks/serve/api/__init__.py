@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from modelworks.serve.api.options import ServerOptions as ServerOptions
     from modelworks.serve.api.server import Server as Server
     from modelworks.serve.api.server import bind as bind
+    from modelworks.serve.api.server import connections_allowed as connections_allowed
     from modelworks.serve.api.server import serve as serve
     from modelworks.serve.api.server import url_of as url_of
     from modelworks.serve.api.service import Service as Service
@@ -21,6 +22,7 @@ _HOME = {
     "Service": "service",
     "bind": "server",
     "build_app": "app",
+    "connections_allowed": "server",
     "serve": "server",
     "url_of": "server",
 }

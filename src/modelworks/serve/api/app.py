@@ -1,4 +1,4 @@
-"""The application: all routes, and what every request passes on its way in (its size, its key)."""
+"""The application: all routes, and what every request passes on its way in (its body's size and time, its key)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def build_app(service: Service) -> FastAPI:
         app.include_router(routes(service))
     _add_models(app, service)
     _add_operations(app, service)
-    app.add_middleware(ApiKeyGate, api_key=service.options.api_key)
-    app.add_middleware(BodyLimit, limit=service.options.body_limit)  # the outermost: added last
+    options = service.options
+    app.add_middleware(ApiKeyGate, api_key=options.api_key)
+    app.add_middleware(BodyLimit, limit=options.body_limit, timeout=options.client_timeout)  # the outermost: added last
     return app
 
 

@@ -11,14 +11,13 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from modelworks.serve.api.answering import respond
-from modelworks.serve.api.conversation import render
 from modelworks.serve.api.errors import bad_field
 from modelworks.serve.api.events import event
 from modelworks.serve.api.logprobs import chat_logprobs, prompt_logprobs
 from modelworks.serve.api.parameters import check_length, check_model, check_stream, sampling_params
 from modelworks.serve.api.schemas import ChatBody, NamedTool
 from modelworks.serve.api.service import Running, Service, new_id
-from modelworks.serve.api.tokens import encode_rendered
+from modelworks.serve.api.tokens import conversation_ids
 from modelworks.serve.api.tool_calls import Arguments, CallBegun, News, Text
 from modelworks.serve.api.tools import call_reader, check_tools, forced_structure
 from modelworks.serve.api.usage import Usage
@@ -51,8 +50,7 @@ async def _request(service: Service, body: ChatBody) -> Request:
     check_tools(body, service.model)
     if (body.n or 1) > service.options.max_choices:
         raise bad_field("n", f"got {body.n}, expected at most {service.options.max_choices}")
-    text = render(service.model, body.messages, body.tools, variables=body.chat_template_kwargs)
-    ids = await encode_rendered(service.model, text)
+    ids = await conversation_ids(service.model, body.messages, body.tools, variables=body.chat_template_kwargs)
     asked = body.max_completion_tokens or body.max_tokens
     max_tokens = check_length(ids, service.model, asked, param="messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -16,9 +16,9 @@ from modelworks.serve.api.errors import bad_field
 from modelworks.serve.api.events import event
 from modelworks.serve.api.logprobs import CompletionLogprobs, prompt_logprobs
 from modelworks.serve.api.parameters import check_length, check_model, check_stream, sampling_params
-from modelworks.serve.api.schemas import MOST_PROMPTS, CompletionBody
+from modelworks.serve.api.schemas import CompletionBody
 from modelworks.serve.api.service import Running, Service, new_id
-from modelworks.serve.api.tokens import encode
+from modelworks.serve.api.tokens import prompt_ids
 from modelworks.serve.api.usage import Usage
 from modelworks.serve.request import Delta, Request, TokenLogprob
 
@@ -40,7 +40,7 @@ def completion_routes(service: Service) -> APIRouter:
 
 
 async def _requests(service: Service, body: CompletionBody) -> list[Request]:
-    if len(body.prompt) > MOST_PROMPTS or len(body.prompt) * (body.n or 1) > service.options.max_choices:
+    if len(body.prompt) * (body.n or 1) > service.options.max_choices:
         raise bad_field("prompt", f"{len(body.prompt)} prompts, n = {body.n or 1}: too many choices for one request")
     if body.max_tokens == 0 and not body.echo:
         raise bad_field("max_tokens", "got 0, which needs `echo`; expected at least 1")
@@ -48,7 +48,7 @@ async def _requests(service: Service, body: CompletionBody) -> list[Request]:
     request_id, requests = new_id("cmpl"), []
     prompts: list[str | list[int]] = list(body.prompt)
     for place, prompt in enumerate(prompts):
-        ids: list[int] = await encode(service.model, prompt) if isinstance(prompt, str) else prompt
+        ids: list[int] = await prompt_ids(service.model, prompt) if isinstance(prompt, str) else prompt
         if not ids and prompt == "":  # an empty text asks for a document from its beginning
             ids = [service.model.tokenizer.start_id]
         wanted = check_length(ids, service.model, wanted, param="prompt")
@@ -131,14 +131,16 @@ class _Choice:
             self._begun = True
             if self._echo:
                 text, ids = self._tokenizer.decode(self._prompt, skip_special=False) + text, self._prompt + ids
-                entries = [*(self.prompt_logprobs or []), *entries]
+                unknown = [None] * len(self._prompt)  # it ended before its prompt was scored
+                entries = [*(self.prompt_logprobs or unknown), *entries]
             if self._n_top_of_prompt is not None and self.prompt_logprobs is not None:
                 more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self.prompt_logprobs, self._n_top_of_prompt)
         shown = self._logprobs.shown(entries, ids) if self._logprobs and ids else None
         if text or shown or more:
             yield self._part(text, shown, None, None) | more
         if delta.finish_reason is not None:
-            yield self._part("", None, "length" if self._only_echo else delta.finish_reason, delta.stop_reason)
+            as_asked = self._only_echo and delta.finish_reason in ("stop", "length")
+            yield self._part("", None, "length" if as_asked else delta.finish_reason, delta.stop_reason)
 
     def _part(
         self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None, stop_reason: int | str | None

@@ -26,6 +26,7 @@ _LONGEST = 2000  # characters of a message: it may quote what the request said
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     504: "timeout_error",

@@ -1,7 +1,9 @@
-"""What a request must pass before anything reads it: its size, its key. Plain ASGI, so that streams pass untouched."""
+"""What a request must pass before anything reads it: its body's size and time, its key. Plain ASGI, so that streams
+pass untouched."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from starlette.exceptions import HTTPException
@@ -13,12 +15,13 @@ _OPEN = frozenset({"/", "/health", "/ready", "/metrics"})  # what probes, scrape
 
 
 class BodyLimit:
-    """Refuses bodies of more than `limit` bytes, by their announced length or as soon as they turn out longer.
-    (FastAPI's own limit answers in plain text.)"""
+    """Refuses bodies of more than `limit` bytes, by their announced length or as soon as they turn out longer, and
+    those that take more than `timeout` seconds to come. (FastAPI's own limit answers in plain text.)"""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app, self._limit = app, limit
+    def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
+        self._app, self._limit, self._timeout = app, limit, timeout
         self._message = f"the body is larger than {limit} bytes"
+        self._too_slow = f"the body did not come within {timeout:g} s"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -26,11 +29,18 @@ class BodyLimit:
         announced = _header(scope, b"content-length")
         if announced is not None and (not announced.isdigit() or int(announced[:20]) > self._limit):
             return await self._refuse(scope, receive, send)
-        n_read = 0
+        n_read, is_whole, latest = 0, False, asyncio.get_running_loop().time() + self._timeout
 
         async def counted() -> Message:
-            nonlocal n_read
-            message = await receive()
+            nonlocal n_read, is_whole
+            if is_whole:  # who asks now waits for the client to leave
+                return await receive()
+            try:
+                async with asyncio.timeout_at(latest):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, self._too_slow, {"Connection": "close"}) from None
+            is_whole = not message.get("more_body", False)
             n_read += len(message.get("body", b""))
             if n_read > self._limit:  # passes through whoever reads the body
                 raise HTTPException(413, self._message, {"Connection": "close"})

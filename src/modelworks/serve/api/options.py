@@ -10,14 +10,17 @@ from modelworks.config import UserError
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """api_key: that requests must bring; None: none. body_limit: bytes of a request's body. deadline: seconds by which
-    a request ends that names no `timeout` of its own. longest_deadline: the longest that it may name. grace: seconds
-    that running requests have to finish at a shutdown. stall: seconds without a word from the engine after which it
-    does not count as alive. max_choices: prompts times completions of one request. log_requests: one line each, on
-    stderr."""
+    """api_key: that requests must bring; None: none. body_limit: bytes of a request's body. client_timeout: seconds
+    that a client may take to send a request's head, then its body, and to read on where its answer waits for it.
+    max_connections: at once. deadline: seconds by which a request ends that names no `timeout` of its own.
+    longest_deadline: the longest that it may name. grace: seconds that running requests have to finish at a shutdown.
+    stall: seconds without a word from the engine after which it does not count as alive. max_choices: prompts times
+    completions of one request. log_requests: one line each, on stderr."""
 
     api_key: str | None = field(default=None, repr=False)
     body_limit: int = 4 * 2**20
+    client_timeout: float = 60.0
+    max_connections: int = 2048
     deadline: float = 600.0
     longest_deadline: float = 3600.0
     grace: float = 30.0
@@ -26,7 +29,15 @@ class ServerOptions:
     log_requests: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("body_limit", "deadline", "longest_deadline", "stall", "max_choices"):
+        for name in (
+            "body_limit",
+            "client_timeout",
+            "max_connections",
+            "deadline",
+            "longest_deadline",
+            "stall",
+            "max_choices",
+        ):
             if not 0 < getattr(self, name) < math.inf:  # not a number neither
                 raise UserError(f"{name}: got {getattr(self, name)}, expected more than 0")
         if not 0 <= self.grace < math.inf:

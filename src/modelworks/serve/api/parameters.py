@@ -97,13 +97,21 @@ def check_length(prompt: list[int], model: ServedModel, max_tokens: int | None, 
     leaves."""
     if not prompt:
         raise bad_field(param, "has no tokens; expected at least one")
-    check_ids(prompt, model, param=param)
     left = model.max_model_len - len(prompt)
     if left < (max_tokens or 1):
         asked = f" and {max_tokens} were asked for" if max_tokens else ""
         message = f"the context is {model.max_model_len} tokens; the prompt has {len(prompt)}{asked}"
         raise bad_field(param if left < 1 else "max_tokens", message, code="context_length_exceeded")
+    check_ids(prompt, model, param=param)
     return max_tokens or left
+
+
+def check_text(text: str, model: ServedModel, *, param: str) -> None:
+    """Raise the 400 of a text that is too long however it is tokenised, so that it need not be."""
+    fewest = model.tokenizer.fewest_tokens(text)
+    if fewest >= model.max_model_len:
+        message = f"the context is {model.max_model_len} tokens; {len(text)} characters are at least {fewest} tokens"
+        raise bad_field(param, message, code="context_length_exceeded")
 
 
 def check_ids(ids: list[int], model: ServedModel, *, param: str) -> None:

@@ -14,7 +14,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from modelworks.serve.api.values import checked_json, checked_prompt, checked_text, one_or_list, text_of_parts
 from modelworks.serve.params import LONGEST_STRING, MOST_ENTRIES, MOST_LOGPROBS, MOST_SEQUENCES
 
-MOST_PROMPTS = 128
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import cast
 
 import uvicorn
 
 from modelworks.config import UserError
 from modelworks.serve.api.app import build_app
+from modelworks.serve.api.connection import ANSWERED_BEYOND, Connection
 from modelworks.serve.api.service import Service
 from modelworks.serve.supervisor import Supervisor
 
 _BACKLOG = 2048
+_OTHER_FILES = 128 + ANSWERED_BEYOND  # open files besides the connections that are served
 _LAST_WORDS = 2.0  # seconds that aborted requests have to tell their clients
 
 
@@ -43,12 +48,29 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def connections_allowed(asked: int | None, default: int = 2048) -> int:
+    """How many connections may be served at once: as many as `asked`, else `default` or what the number of open files
+    allows. The process's own limit of these is raised as far as that needs. Raises UserError where it cannot be."""
+    wanted = (default if asked is None else asked) + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if asked is not None and most < wanted:
+        raise UserError(
+            f"--max-connections: got {asked}, but this process may open {hard} files (ulimit -Hn); "
+            f"expected at most {max(hard - _OTHER_FILES, 1)}"
+        )
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(most - _OTHER_FILES, 1)
+
+
 class Server(uvicorn.Server):
     """Serves `service` on a bound socket until a signal, or until its engine is given up."""
 
     def __init__(self, service: Service, *, on_ready: Callable[[], None] = lambda: None) -> None:
         config = uvicorn.Config(
             build_app(service),
+            http=cast(type[asyncio.Protocol], partial(Connection, options=service.options)),
             log_level="warning",
             access_log=False,
             lifespan="off",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from modelworks.data import StreamDecoder
 from modelworks.serve.api.errors import bad_field
 from modelworks.serve.api.schemas import ChatBody, NamedTool
 from modelworks.serve.api.tool_calls import FORCED, NamedCall, News, ToolCallStream, required_schema, style_of
@@ -48,27 +49,53 @@ def call_reader(body: ChatBody, model: ServedModel) -> CallReader | None:
     if body.tools is None or body.tool_choice == "none":
         return None
     if isinstance(body.tool_choice, NamedTool):
-        return CallReader(NamedCall(body.tool_choice.function.name), None, "")
+        return CallReader(NamedCall(body.tool_choice.function.name))
     style = FORCED if body.tool_choice == "required" else style_of(model.tokenizer.chat_template or "")
     assert style is not None  # checked
     stream = ToolCallStream(style, n_most=1 if body.parallel_tool_calls is False else None)
     marker = model.tokenizer.token_to_id(style.begin) if style.begin else None
-    return CallReader(stream, marker if marker in model.tokenizer.special_ids else None, style.begin)
+    if marker not in model.tokenizer.special_ids:
+        return CallReader(stream)
+    return CallReader(stream, Marker(style.begin, marker, StreamDecoder(model.tokenizer)))
+
+
+class Marker:
+    """The special token that begins calls: it is no text by itself, and is put back as `begin` where it stood.
+
+    Where it stood is known by decoding the tokens here too: text may come later than its tokens (what may become a stop
+    string is held back), and that of many tokens may come at once (of the best of several, of beams)."""
+
+    def __init__(self, begin: str, token: int, decoder: StreamDecoder) -> None:
+        self._begin, self._token, self._decoder = begin, token, decoder
+        self._n_decoded = self._n_shown = 0  # characters
+        self._places: list[int] = []  # of markers that were not put back yet
+
+    def put_back(self, token_ids: Sequence[int], text: str) -> str:
+        """text: what is shown with these tokens."""
+        for token in token_ids:
+            self._n_decoded += len(self._decoder.push(token))
+            if token == self._token:
+                self._places.append(self._n_decoded)
+        whole = ""
+        while self._places and self._places[0] <= self._n_shown + len(text):
+            size = self._places.pop(0) - self._n_shown
+            whole, text, self._n_shown = whole + text[:size] + self._begin, text[size:], self._n_shown + size
+        self._n_shown += len(text)
+        return whole + text
 
 
 class CallReader:
-    """marker: the special token that begins calls, which is no text by itself and is put back as `begin`."""
+    """Finds calls in what one choice says. marker: where they begin with a special token."""
 
-    def __init__(self, stream: ToolCallStream | NamedCall, marker: int | None, begin: str) -> None:
-        self._stream, self._marker, self._begin = stream, marker, begin
+    def __init__(self, stream: ToolCallStream | NamedCall, marker: Marker | None = None) -> None:
+        self._stream, self._marker = stream, marker
 
     @property
     def n_calls(self) -> int:
         return self._stream.n_calls
 
     def read(self, token_ids: Sequence[int], text: str, *, ended: bool) -> list[News]:
-        news: list[News] = []
-        if self._marker is not None and self._marker in token_ids:
-            news += self._stream.push(self._begin)
-        news += self._stream.push(text)
+        if self._marker is not None:
+            text = self._marker.put_back(token_ids, text)
+        news = self._stream.push(text)
         return news + self._stream.flush() if ended else news

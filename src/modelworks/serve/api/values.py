@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+MOST_PROMPTS = 128
 _DEEPEST = 64  # levels of a schema or of a tool's parameters
+_LARGEST = 2**18  # characters of one of these, written as JSON
+_MOST_IDS = 2**20  # of a prompt: more than any context has; to look at each of more takes long
 
 
 def one_or_list(value: Any) -> Any:
@@ -21,6 +24,8 @@ def checked_prompt(value: Any) -> Any:
         raise ValueError("expected a text, a list of texts, token ids or a list of them, none empty")
     if _are_ids(value):
         value = [value]
+    if len(value) > MOST_PROMPTS:
+        raise ValueError(f"{len(value)} of them are too many: expected at most {MOST_PROMPTS} prompts")
     if all(isinstance(item, str) for item in value):
         return [checked_text(item) for item in value]
     if all(isinstance(item, list) and item and _are_ids(item) for item in value):
@@ -38,13 +43,17 @@ def checked_text(text: str) -> str:
 
 
 def checked_json(value: Any) -> Any:
-    """A JSON value of ours to pass on: not too deep, finite numbers, text that is Unicode."""
-    if _depth(value, _DEEPEST) > _DEEPEST:
-        raise ValueError(f"nested deeper than {_DEEPEST} levels")
+    """A JSON value of ours to pass on: not too large or deep, finite numbers, text that is Unicode."""
     try:
-        checked_text(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        text = checked_text(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except RecursionError:
+        raise ValueError(f"nested deeper than {_DEEPEST} levels") from None
     except ValueError as error:
         raise ValueError(f"not JSON that can be written: {error}") from None
+    if len(text) > _LARGEST:
+        raise ValueError(f"{len(text)} characters of JSON, expected at most {_LARGEST}")
+    if _depth(value, _DEEPEST) > _DEEPEST:
+        raise ValueError(f"nested deeper than {_DEEPEST} levels")
     return value
 
 
@@ -66,6 +75,8 @@ def text_of_parts(value: Any) -> Any:
 
 
 def _are_ids(items: list[Any]) -> bool:
+    if len(items) > _MOST_IDS and type(items[0]) is int:
+        raise ValueError(f"{len(items)} token ids are more than any context has")
     return all(type(item) is int and 0 <= item < 2**31 for item in items)
 
 
