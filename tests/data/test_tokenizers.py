@@ -78,6 +78,12 @@ def test_a_text_has_no_fewer_tokens_than_its_length_tells(tokenizer: Tokenizer, 
 def test_how_few_tokens_a_text_has_is_told_only_where_no_character_is_lost(bpe: Tokenizer) -> None:
     longest = max(len(bpe.token_bytes(token)) for token in range(bpe.vocab_size))
     assert bpe.fewest_tokens("é" * 5000) == -(-10_000 // longest)
+    rules = json.loads(bpe.to_json())
+    vocabulary = {token: place for token, place in rules["model"]["vocab"].items() if token != "Ą"}  # byte 4
+    rules["model"]["vocab"] = vocabulary
+    lacking = Tokenizer(Backend.from_str(json.dumps(rules)), eos_id=0)
+    assert lacking.encode("\x04" * 500) == []
+    assert (lacking.fewest_tokens("\x04" * 500), lacking.fewest_tokens("\x04a" * 500)) == (0, -(-500 // longest))
     for change in ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
                    {"pre_tokenizer": {"type": "Whitespace"}}):  # fmt: skip
         rules = Backend.from_str(json.dumps(json.loads(bpe.to_json()) | change))

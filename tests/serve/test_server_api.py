@@ -295,6 +295,16 @@ def test_bodies_that_are_no_requests(http: httpx2.Client, content: bytes) -> Non
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_body_that_cannot_be_read_is_told_why(http: httpx2.Client) -> None:
+    for content, words in [
+        ('{"prompt": "é"}'.encode("latin1"), "the body is not valid JSON: it is not UTF-8"),
+        (b"[" * 50_000, "the body is nested too deeply"),
+        (b"{", "the body is not valid JSON"),
+    ]:
+        answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, words)
+
+
 def test_a_body_of_another_type_is_told_which_is_expected(http: httpx2.Client) -> None:
     """What curl -d sends where nobody says otherwise."""
     answer = http.post(
@@ -341,7 +351,9 @@ def test_errors_reach_the_client_as_its_own(client: openai.OpenAI) -> None:
 
 
 def test_unknown_routes_and_methods_have_the_same_shape(http: httpx2.Client) -> None:
-    assert http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    for path in ("/v1/nothing", "/v1/models/fake/", "/v1/completions/"):  # no redirect: it might leave TLS behind
+        answer = http.get(path)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
     answer = http.get("/v1/completions")
     assert answer.status_code == 405
     assert answer.json()["error"]["type"] == "invalid_request_error"

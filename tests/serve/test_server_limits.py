@@ -50,6 +50,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     assert asyncio.run(prompt_ids(model, just)), "what may fit is tokenised"
 
 
+NOT_HTTP = "what was sent is no HTTP/1.1 request, or its head is larger than 64 KiB"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
@@ -74,7 +75,8 @@ def test_a_client_has_so_much_time_and_no_more() -> None:
             (HEAD[:30], 408, "the head of the request did not come within 0.1 s"),
             (HEAD + b"Content-Length: 20\r\n\r\n{", 408, "the body did not come within 0.1 s"),
             (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", 408, "the body did not come within 0.1 s"),
-            (b"no HTTP at all\r\n\r\n", 400, "what was sent is not HTTP/1.1"),
+            (b"no HTTP at all\r\n\r\n", 400, NOT_HTTP),
+            (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, NOT_HTTP),
         ]:
             with connected(server) as connection:
                 connection.sendall(sent)
@@ -89,14 +91,18 @@ def test_a_client_has_so_much_time_and_no_more() -> None:
             assert answer(connection)[0] == 408
 
 
-def test_a_client_that_reads_nothing_is_left() -> None:
-    body = json.dumps({"tokens": [0] * 2**19}, separators=(",", ":")).encode()
-    request = HEAD.replace(b"v1/completions", b"detokenize") + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+def test_a_client_that_does_not_read_on_is_left() -> None:
+    """Told as the transport tells it: that the client's buffers and the system's are full, which takes megabytes."""
+    body = b'{"prompt": "!mute", "stream": true}'
     with serving(fake_engine.build_fake, client_timeout=0.1) as server, connected(server) as connection:
-        with contextlib.suppress(ConnectionError):
-            for _ in range(20):  # half a megabyte each: together more than the system's own buffers hold
-                connection.sendall(request)
-        server.wait_for(lambda: not server.server.server_state.connections)
+        connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert b"200 OK" in connection.recv(65536)
+        (served,) = server.server.server_state.connections
+        server.call(served.pause_writing)
+        server.call(served.resume_writing)
+        assert served._read_timer is None, "it reads on"
+        server.call(served.pause_writing)
+        server.wait_for(lambda: not server.server.server_state.connections and not server.service.engine.n_requests)
 
 
 def test_connections_beyond_the_limit_are_told_so() -> None:

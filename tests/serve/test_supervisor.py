@@ -17,13 +17,15 @@ import pytest
 from serving import Serving, serving
 
 from modelworks.config import UserError
+from modelworks.serve.api import ServerOptions, Service, bind, serve
 from modelworks.serve.engine_client import EngineClient, EngineGone
 from modelworks.serve.engine_loop import engine_process
 from modelworks.serve.messages import Failed
 from modelworks.serve.params import SamplingParams
-from modelworks.serve.request import Request
+from modelworks.serve.request import Delta, Request
 from modelworks.serve.served_model import ServedModel
 from modelworks.serve.supervisor import RESTARTS, Supervisor
+from modelworks.serve.waiting import Overloaded
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,37 @@ def test_a_defect_that_a_request_meets_as_it_is_submitted_ends_it_alone(server: 
     assert "RuntimeError: a defect in submit" in answer.json()["error"]["message"]
     assert http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2}).status_code == 200
     assert server.service.engine.health().pid == before.pid
+
+
+def test_one_request_of_several_that_is_refused_after_others_have_begun() -> None:
+    """The answer is the refusal, not what there is of the others and a broken end."""
+
+    async def work() -> None:
+        ours, theirs = multiprocessing.Pipe()
+        stream = EngineClient(ours).open([Request(name, [1], SamplingParams()) for name in ("one", "two")])
+        stream.accept("one")
+        stream.put(Delta("one", 0, [1], "a"))
+        stream.fail(Overloaded("full", 1.0), "two")
+        with pytest.raises(Overloaded):
+            await stream.accepted()
+        theirs.close()
+
+    asyncio.run(work())
+
+
+def test_of_two_servers_on_one_port_the_second_to_listen_says_so() -> None:
+    """Both could bind it, as long as neither listened."""
+
+    async def work() -> None:
+        first = bind("127.0.0.1", 0)
+        second = bind("127.0.0.1", first.getsockname()[1])
+        first.listen()
+        engine = Supervisor(fake_engine.build_fake, process=False)
+        service = Service(await engine.start(), engine, ServerOptions())
+        with first, second, pytest.raises(UserError, match=r"--port: \d+ is in use on 127.0.0.1"):
+            await serve(service, second)
+
+    asyncio.run(work())
 
 
 def test_requests_in_between_are_told_to_come_back() -> None:

@@ -45,7 +45,7 @@ class RequestStream:
         """Returns once the engine has taken all of the requests; raises what it says against one of them."""
         while self._undecided and self._error is None:
             await self._change()
-        if self._error is not None and not self._news:
+        if self._error is not None and (self._undecided or not self._news):
             raise self._error
 
     def __aiter__(self) -> RequestStream:

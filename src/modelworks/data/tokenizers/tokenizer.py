@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from modelworks.config import UserError
-from modelworks.data.tokenizers.bound import longest_token
+from modelworks.data.tokenizers.bound import length_bound
 from modelworks.data.tokenizers.pieces import PIECE, Part, document_parts, grouped, pieces
 
 
@@ -59,7 +59,7 @@ class Tokenizer:
         self._added = {i: token.content for i, token in added.items()}
         rules = json.loads(self.to_json())
         self._bytes = TokenBytes(self.backend, self._added, rules["decoder"])
-        self._longest = longest_token(rules)
+        self._length_bound = length_bound(rules, _BYTE_OF)
         self._variants: dict[tuple[bool, bool], Any] = {(True, False): self.backend}
 
     # ------------------------------------------------------------------ where tokenisers come from
@@ -104,7 +104,7 @@ class Tokenizer:
 
     def fewest_tokens(self, text: str) -> int:
         """How many ids `encode(text)` has at least, told from its length alone; 0 where that tells nothing."""
-        return 0 if self._longest is None else -(-len(text.encode()) // self._longest)
+        return 0 if self._length_bound is None else self._length_bound.fewest_tokens(text)
 
     def encode_document(self, text: str) -> NDArray[np.uint32]:
         """`start_id`, the text as plain characters, `eos_id`: what a training set holds."""

@@ -26,7 +26,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def build_app(service: Service) -> FastAPI:
     """The ASGI application of `service`. Its schema is at /openapi.json; no page loads anything from elsewhere."""
-    app = FastAPI(title="Modelworks", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Modelworks", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     install_error_handlers(app)
     for routes in (completion_routes, chat_routes, token_routes):
         app.include_router(routes(service))

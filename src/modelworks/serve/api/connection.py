@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from modelworks.serve.api.errors import ApiError
 from modelworks.serve.api.options import ServerOptions
 
+_NOT_HTTP = "what was sent is no HTTP/1.1 request, or its head is larger than 64 KiB"
 ANSWERED_BEYOND = 64  # connections over the limit that are told so; more are closed without a word
 
 
@@ -60,8 +61,8 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP."""
-        if not self._busy:  # else it would stand in the middle of an answer
-            self.transport.write(_written(ApiError(400, "what was sent is not HTTP/1.1")))
+        if not (self._busy and self.cycle.response_started):  # else it would stand in the middle of an answer
+            self.transport.write(_written(ApiError(400, _NOT_HTTP)))
         self.transport.close()
 
     @property

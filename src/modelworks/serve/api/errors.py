@@ -92,6 +92,10 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error.__cause__, UnicodeDecodeError):
+            error.detail = "the body is not valid JSON: it is not UTF-8"
+        elif isinstance(error.__cause__, RecursionError):
+            error.detail = "the body is nested too deeply"
         response = ApiError(error.status_code, str(error.detail)).response()
         response.headers.update(error.headers or {})
         return response

@@ -87,7 +87,11 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # two that were bound before either listened; the other one was first
+            host, port = (sockets or [])[0].getsockname()[:2]
+            raise UserError(_cannot_bind(host, port, error)) from None
         self._watching = asyncio.ensure_future(self._watch())
         self._on_ready()
 
