@@ -17,7 +17,7 @@ from serving import Serving, serving
 from modelworks.config import UserError
 from modelworks.data import Tokenizer
 from modelworks.serve.api import connections_allowed
-from modelworks.serve.api.connection import ANSWERED_BEYOND
+from modelworks.serve.api.connection import ANSWERED_BEYOND, Connection
 from modelworks.serve.api.errors import ApiError
 from modelworks.serve.api.schemas import Message
 from modelworks.serve.api.tokens import conversation_ids, prompt_ids
@@ -98,6 +98,7 @@ def test_a_client_that_does_not_read_on_is_left() -> None:
         connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert b"200 OK" in connection.recv(65536)
         (served,) = server.server.server_state.connections
+        assert isinstance(served, Connection)
         server.call(served.pause_writing)
         server.call(served.resume_writing)
         assert served._read_timer is None, "it reads on"

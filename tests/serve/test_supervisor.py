@@ -55,7 +55,12 @@ def test_a_killed_engine_is_noticed_and_replaced(
     process, answered, waits = server.service.engine._process, threading.Event(), list[bool]()
     assert process is not None
     join = process.join
-    monkeypatch.setattr(process, "join", lambda timeout=None: (waits.append(answered.wait(5)), join(timeout)))
+
+    def watched_join(timeout: float | None = None) -> None:
+        waits.append(answered.wait(5))
+        join(timeout)
+
+    monkeypatch.setattr(process, "join", watched_join)
     before = server.service.engine.health()
     assert before.pid is not None
     assert before.pid != os.getpid()
