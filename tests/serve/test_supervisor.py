@@ -213,6 +213,16 @@ def test_what_an_engine_says_when_its_front_has_left_is_let_go() -> None:
         assert not thread.is_alive()
 
 
+def test_an_engine_that_is_stuck_keeps_nobody_waiting() -> None:
+    """The front answers where the engine does not, `stall` seconds after the deadline."""
+    body = {"prompt": "!hang", "max_tokens": 2, "timeout": 0.05}
+    with serving(fake_engine.build_fake, stall=0.05) as server, httpx2.Client(base_url=server.url, timeout=30) as http:
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 504
+        assert answer.json()["error"]["message"] == "the engine has not ended the request 0.05 s after its deadline"
+        server.wait_for(lambda: not server.service.engine.n_requests)
+
+
 def test_silence_is_no_health() -> None:
     with serving(fake_engine.build_fake, stall=0.1) as server, httpx2.Client(base_url=server.url, timeout=30) as http:
         answers: list[int] = []

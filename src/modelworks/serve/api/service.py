@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -84,10 +85,17 @@ class Running:
         self._service, self._requests, self._body = service, requests, body
         self._followed = {request.id: service.metrics.follow(request) for request in requests}
         self._stream: RequestStream | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def accepted(self) -> None:
         try:
             self._stream = self._service.engine.open(self._requests)
+            # The engine ends a request at its deadline; one that is stuck does not, and nobody shall wait for ever.
+            seconds = (self._requests[0].deadline or 0.0) + self._service.options.stall
+            late = TimeoutError(
+                f"the engine has not ended the request {self._service.options.stall:g} s after its deadline"
+            )
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._stream.fail, late)
             await self._stream.accepted()
         except Exception as error:
             raise self._failed(error) from None
@@ -103,10 +111,12 @@ class Running:
                 for delta in news:
                     self._check(delta)
                 yield news
-        except EngineGone as error:
+        except (EngineGone, TimeoutError) as error:
             raise self._failed(error) from None
 
     def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._stream is not None:
             self._stream.close()
         for request in self._requests:
@@ -133,6 +143,8 @@ class Running:
             return ApiError(429, str(error), code="overloaded", retry_after=error.retry_after)
         if isinstance(error, EngineGone):
             return ApiError(503, str(error), code="engine_unavailable", retry_after=error.retry_after)
+        if isinstance(error, TimeoutError):
+            return ApiError(504, str(error), code="deadline_exceeded")
         return from_user_error(error, api_names(self._body)) if isinstance(error, UserError) else error
 
 
