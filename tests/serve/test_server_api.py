@@ -391,6 +391,21 @@ def test_key_and_body_limit() -> None:
             assert "2000 bytes" in answer.json()["error"]["message"]
 
 
+def test_a_request_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever its user is called: who reads the log must not take a part of it for another request."""
+    with (
+        caplog.at_level("INFO", "modelworks.serve.requests"),
+        serving(fake_engine.build_fake, log_requests=True) as logging,
+        httpx2.Client(base_url=logging.url) as http,
+    ):
+        for user in ("Ada", "Eve\ncmpl-1 user=Ada"):
+            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "user": user})
+    lines = [record.getMessage() for record in caplog.records if record.name == "modelworks.serve.requests"]
+    assert len(lines) == 2
+    assert " user=Ada 1 prompt tokens, 2 generated, length, " in lines[0]
+    assert " user='Eve\\ncmpl-1 user=Ada' 1 prompt" in lines[1]
+
+
 def test_without_a_chat_template() -> None:
     build = partial(fake_engine.build_fake, tokenizer=fake_engine.byte_tokenizer(None))
     with serving(build) as plain, httpx2.Client(base_url=plain.url) as http:

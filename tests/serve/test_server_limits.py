@@ -50,7 +50,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     assert asyncio.run(prompt_ids(model, just)), "what may fit is tokenised"
 
 
-NOT_HTTP = "what was sent is no HTTP/1.1 request, or its head is larger than 64 KiB"
+NOT_HTTP = "what was sent is no HTTP/1.1 request, or its head is too long"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from modelworks.serve.api.errors import ApiError
 from modelworks.serve.api.options import ServerOptions
 
-_NOT_HTTP = "what was sent is no HTTP/1.1 request, or its head is larger than 64 KiB"
+_NOT_HTTP = "what was sent is no HTTP/1.1 request, or its head is too long"
 ANSWERED_BEYOND = 64  # connections over the limit that are told so; more are closed without a word
 
 

@@ -157,7 +157,9 @@ class Followed:
         self._reason = "error"
 
     def line(self, request_id: str, user: str | None) -> str:
-        """For the log: whose it was, how much it was, how it ended and how long it took."""
+        """For the log: whose it was, how much it was, how it ended and how long it took. One line, whatever `user` says."""
+        if user is not None and not user.isprintable():
+            user = repr(user)
         tokens = f"{len(self._request.prompt)} prompt tokens, {sum(self.n_tokens.values())} generated"
         seconds = time.monotonic() - self.arrived
         return f"{request_id} user={user or '-'} {tokens}, {self._reason}, {seconds:.2f} s"
