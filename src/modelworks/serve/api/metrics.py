@@ -157,7 +157,8 @@ class Followed:
         self._reason = "error"
 
     def line(self, request_id: str, user: str | None) -> str:
-        """For the log: whose it was, how much it was, how it ended and how long it took. One line, whatever `user` says."""
+        """For the log: whose it was, how much it was, how it ended and how long it took. One line, whatever the user is
+        called."""
         if user is not None and not user.isprintable():
             user = repr(user)
         tokens = f"{len(self._request.prompt)} prompt tokens, {sum(self.n_tokens.values())} generated"
