@@ -7,6 +7,7 @@ import contextlib
 import json
 import resource
 import socket
+from functools import partial
 from typing import Any
 
 import fake_engine
@@ -19,6 +20,7 @@ from modelworks.data import Tokenizer
 from modelworks.serve.api import connections_allowed
 from modelworks.serve.api.connection import ANSWERED_BEYOND, Connection
 from modelworks.serve.api.errors import ApiError
+from modelworks.serve.api.gate import AT_ONCE
 from modelworks.serve.api.schemas import Message
 from modelworks.serve.api.tokens import conversation_ids, prompt_ids
 
@@ -51,6 +53,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
 
 
 NOT_HTTP = "what was sent is no HTTP/1.1 request, or its head is too long"
+JSON = {"Content-Type": "application/json"}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
@@ -104,6 +107,35 @@ def test_a_client_that_does_not_read_on_is_left() -> None:
         assert served._read_timer is None, "it reads on"
         server.call(served.pause_writing)
         server.wait_for(lambda: not server.server.server_state.connections and not server.service.engine.n_requests)
+
+
+def test_bodies_together_are_bounded() -> None:
+    """Each within the limit, and too many of them: memory is what a server has least of."""
+    body = json.dumps({"prompt": "!mute", "stream": True, "user": "a" * 200}).encode()
+    answers: list[tuple[int, str]] = []
+
+    async def ask(client: httpx2.AsyncClient) -> None:
+        async with client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
+            answers.append((response.status_code, response.headers.get("Retry-After", "")))
+            if response.status_code == 200:
+                await asyncio.sleep(60)
+
+    async def work(url: str) -> None:
+        limits = httpx2.Limits(max_connections=None)
+        async with httpx2.AsyncClient(base_url=url, timeout=20, limits=limits) as client:
+            asking = [asyncio.ensure_future(ask(client)) for _ in range(AT_ONCE + 2)]
+            while len(answers) < len(asking):
+                await asyncio.sleep(0.01)
+            for each in asking:
+                each.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    with serving(partial(fake_engine.build_fake, max_waiting=1000), body_limit=len(body)) as server:
+        asyncio.run(work(server.url))
+        assert sorted(answers) == [(200, "")] * AT_ONCE + [(503, "5")] * 2
+        server.wait_for(lambda: not server.service.engine.n_requests)
+        small = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "ab", "max_tokens": 2}, timeout=20)
+        assert small.status_code == 200, "what was held is free again"
 
 
 def test_connections_beyond_the_limit_are_told_so() -> None:

@@ -11,15 +11,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelworks.serve.api.errors import ApiError
 
+AT_ONCE = 128  # times the limit of one body: what all of them may hold
+_TOO_MUCH = "the bodies of the requests in progress take too much memory"
 _OPEN = frozenset({"/", "/health", "/ready", "/metrics"})  # what probes, scrapers and browsers ask for without a key
 
 
 class BodyLimit:
     """Refuses bodies of more than `limit` bytes, by their announced length or as soon as they turn out longer, and
-    those that take more than `timeout` seconds to come. (FastAPI's own limit answers in plain text.)"""
+    those that take more than `timeout` seconds to come; and any while the bodies of all requests in progress together
+    are as much as `AT_ONCE` of the largest. (FastAPI's own limit answers in plain text.)"""
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
         self._app, self._limit, self._timeout = app, limit, timeout
+        self._n_held = 0  # bytes of the bodies of requests in progress
         self._message = f"the body is larger than {limit} bytes"
         self._too_slow = f"the body did not come within {timeout:g} s"
 
@@ -41,12 +45,18 @@ class BodyLimit:
             except TimeoutError:
                 raise HTTPException(408, self._too_slow, {"Connection": "close"}) from None
             is_whole = not message.get("more_body", False)
-            n_read += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            n_read, self._n_held = n_read + size, self._n_held + size
+            if self._n_held > AT_ONCE * self._limit:
+                raise HTTPException(503, _TOO_MUCH, {"Connection": "close", "Retry-After": "5"})
             if n_read > self._limit:  # passes through whoever reads the body
                 raise HTTPException(413, self._message, {"Connection": "close"})
             return message
 
-        return await self._app(scope, counted, send)
+        try:
+            return await self._app(scope, counted, send)
+        finally:
+            self._n_held -= n_read
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = ApiError(413, self._message).response()
