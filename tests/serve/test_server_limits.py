@@ -52,7 +52,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     assert asyncio.run(prompt_ids(model, just)), "what may fit is tokenised"
 
 
-NOT_HTTP = "what was sent is no HTTP/1.1 request, or its head is too long"
+NOT_HTTP = "what was sent is no HTTP/1.1 request"
 JSON = {"Content-Type": "application/json"}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
@@ -78,6 +78,7 @@ def test_a_client_has_so_much_time_and_no_more() -> None:
             (HEAD[:30], 408, "the head of the request did not come within 0.1 s"),
             (HEAD + b"Content-Length: 20\r\n\r\n{", 408, "the body did not come within 0.1 s"),
             (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", 408, "the body did not come within 0.1 s"),
+            (HEAD + b"X: " + b"a" * 400_000, 431, "the head of the request is longer than 65536 bytes"),
             (b"no HTTP at all\r\n\r\n", 400, NOT_HTTP),
             (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, NOT_HTTP),
         ]:
@@ -166,6 +167,8 @@ def test_as_many_connections_as_files_may_be_open(monkeypatch: pytest.MonkeyPatc
     assert limits["now"] == (1000, 1000), "the process's own limit is raised as far as it may be"
     with pytest.raises(UserError, match=f"--max-connections: got 5000, .* at most {room}"):
         connections_allowed(5000)
+    with pytest.raises(UserError, match="--max-connections: got 0"):
+        connections_allowed(0)
     limits["now"] = (256, 1000)
     assert connections_allowed(100) == 100
     assert limits["now"] == (292, 1000)

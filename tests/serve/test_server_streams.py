@@ -180,14 +180,15 @@ def test_cancelling_the_task_of_a_stream_aborts_the_request(server: Serving) -> 
     server.wait_for(lambda: not ENGINE.has_work)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_connection_that_closes_aborts_the_request(server: Serving, stream: bool) -> None:
+@pytest.mark.parametrize(("stream", "n_sent"), [(False, 1), (True, 1), (True, 2)])
+def test_a_connection_that_closes_aborts_the_request(server: Serving, stream: bool, n_sent: int) -> None:
+    """Also where a further one waits behind it."""
     body = json.dumps({"prompt": ["!slow", "!slow"], "max_tokens": 250, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     port = int(server.url.rsplit(":", 1)[1])
     n_aborted = len(ENGINE.aborted)
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        connection.sendall((head.encode() + b"\r\n\r\n" + body) * n_sent)
         server.wait_for(lambda: ENGINE.has_work)
     server.wait_for(lambda: len(ENGINE.aborted) == n_aborted + 2)
     server.wait_for(lambda: not ENGINE.has_work)

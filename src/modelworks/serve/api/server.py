@@ -51,6 +51,8 @@ def url_of(bound: socket.socket) -> str:
 def connections_allowed(asked: int | None, default: int = 2048) -> int:
     """How many connections may be served at once: as many as `asked`, else `default` or what the number of open files
     allows. The process's own limit of these is raised as far as that needs. Raises UserError where it cannot be."""
+    if asked is not None and asked < 1:
+        raise UserError(f"--max-connections: got {asked}, expected at least 1")
     wanted = (default if asked is None else asked) + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
