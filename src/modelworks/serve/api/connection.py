@@ -19,7 +19,7 @@ from modelworks.serve.api.errors import ApiError
 from modelworks.serve.api.options import ServerOptions
 
 _NOT_HTTP = "what was sent is no HTTP/1.1 request"
-_LONGEST_HEAD = 64 * 2**10  # bytes, beside what came together with its beginning
+LONGEST_HEAD = 64 * 2**10  # bytes, beside what came together with its beginning
 ANSWERED_BEYOND = 64  # connections over the limit that are told so; more are closed without a word
 
 
@@ -54,8 +54,8 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if read_head and self._reads_head:
             self._head_size += len(data)
-            if self._head_size > _LONGEST_HEAD:
-                self._refuse(ApiError(431, f"the head of the request is longer than {_LONGEST_HEAD} bytes"))
+            if self._head_size > LONGEST_HEAD:
+                self._refuse(ApiError(431, f"the head of the request is longer than {LONGEST_HEAD} bytes"))
         if self._busy and self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
