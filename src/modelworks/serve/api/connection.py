@@ -29,9 +29,7 @@ class Connection(HttpToolsProtocol):
         self._most, self._patience = options.max_connections, options.client_timeout
         self._head_timer: asyncio.TimerHandle | None = None  # runs while the head of a request is waited for
         self._read_timer: asyncio.TimerHandle | None = None  # runs while the client does not read
-        self._answered: RequestResponseCycle | None = (
-            None  # the request that is worked on; `cycle` is the last that came
-        )
+        self._answered: RequestResponseCycle | None = None  # what is worked on; `cycle` is the last that came
         self._reads_head, self._head_size = False, 0  # some of a head is there, and how much came of it since
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
