@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from modelworks.serve.served_model import ServedModel
 
 _SHORT = 2000  # characters or tokens: done at once, in less time than handing them to a thread and back would save
 _PER_MESSAGE = 50  # characters that a message counts for beside its own: the template's loop takes time too
-_ONE_LONG = asyncio.Semaphore(1)  # long texts one after the other: each may take much memory while it is encoded
+_LONG_TEXTS = ThreadPoolExecutor(1, thread_name_prefix="modelworks-texts")  # one at a time: each may take much memory
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
 
@@ -99,5 +100,4 @@ async def _aside(given: _Given, size: int, how: Callable[[_Given], _Result]) -> 
     """how(given); where that takes long, in a thread, so that others are answered meanwhile."""
     if size <= _SHORT:
         return how(given)
-    async with _ONE_LONG:
-        return await asyncio.to_thread(how, given)
+    return await asyncio.get_running_loop().run_in_executor(_LONG_TEXTS, how, given)
