@@ -70,8 +70,8 @@ class AsyncEngine:
                 if isinstance(delta, Exception):
                     raise delta
                 finished = delta.last
-                if delta.refused:
-                    raise UserError(delta.error or "the request was refused")
+                if delta.refusal is not None:
+                    raise UserError(delta.refusal)
                 yield delta
         finally:
             if not finished:

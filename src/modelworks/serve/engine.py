@@ -120,8 +120,8 @@ class Engine(EngineCore):
                     collected[following.id] = Collected(following)
                     following = next(coming, None)
                 for delta in self.step():
-                    if delta.refused:
-                        raise UserError(delta.error or "the request was refused")
+                    if delta.refusal is not None:
+                        raise UserError(delta.refusal)
                     collected[delta.request_id].add(delta)
                     if delta.last:
                         yield collected.pop(delta.request_id).output

@@ -92,10 +92,10 @@ def _loop(engine: StepEngine, connection: Connection) -> None:
 def _sort(deltas: list[Delta], news: News) -> None:
     """What a step told: of requests that it refused, that alone."""
     for delta in deltas:
-        if not delta.refused:
+        if delta.refusal is None:
             news.deltas.append(delta)
         elif delta.last:
-            news.refused.append(Refused(delta.request_id, delta.error or "the request was refused", None))
+            news.refused.append(Refused(delta.request_id, delta.refusal, None))
 
 
 def _take(engine: StepEngine, message: Submit | Abort, news: News) -> None:

@@ -75,6 +75,11 @@ class Delta:
     queued_s: float = 0.0
     refused: bool = False
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the request turned out wrong; None where it did not."""
+        return (self.error or "the request was refused") if self.refused else None
+
     def __reduce__(self) -> tuple[type[Delta], tuple[object, ...]]:
         """A tenth of the time that pickling slots by their names takes, and one crosses a pipe for every token."""
         return Delta, _values(self)
